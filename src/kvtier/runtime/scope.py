@@ -1,0 +1,2 @@
+"""Scopes (being written)."""
+dropped: list[str] = []
