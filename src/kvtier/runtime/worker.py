@@ -167,17 +167,18 @@ class Worker(Generic[In, Out]):
         if len(self._inbox) >= self._inbox_limit:
             raise Refused(f"{self.name}: the inbox is full ({self._inbox_limit} items); try again later")
 
-    def _next(self) -> In | None:
-        """Wait for an item; None is the end. (An item that is None itself is refused by its type.)"""
+    def _next(self) -> list[In]:
+        """Wait for an item; none is the end."""
         with self._changed:
             while not self._inbox and not self._stopping:
                 self._changed.wait()
             if not self._inbox or (self._stopping and self._drop_queued):
-                return None
-            return self._inbox.popleft()
+                return []
+            return [self._inbox.popleft()]
 
     def _serve(self) -> None:
-        while (item := self._next()) is not None:
+        while taken := self._next():
+            item = taken.pop()
             result: Out | Failed[In]
             try:
                 result = self._work(item)
