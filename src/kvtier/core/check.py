@@ -1,0 +1,42 @@
+"""Invariants of the core, checked after every event in tests and in the simulator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtier.core.tables import Phase, Slot
+from kvtier.core.transfers import Kind
+
+if TYPE_CHECKING:
+    from kvtier.core.lookups import Lookups
+    from kvtier.core.state import State
+    from kvtier.core.store import StoreCore
+
+
+def check(core: StoreCore, state: State, lookups: Lookups) -> None:
+    """Raise AssertionError with the account that does not add up."""
+    for number, table in enumerate(state.tables):
+        table.check()
+        readers = np.zeros(table.capacity, np.int32)
+        written = np.zeros(table.capacity, np.int32)
+        for lease in state.leases.of(table):
+            np.add.at(written if lease.writing else readers, lease.slots, 1)
+        assert (readers == table.readers).all(), f"readers of size class {number} are not the leases that are out"
+        assert not (written > 1).any(), "two transfers write one slot"
+        writing = (table.state == Slot.WRITING) | (table.state == Slot.QUARANTINED)
+        assert ((written == 1) == writing).all(), "a slot is written by nobody, or by one that does not hold it"
+    owned = {id(t.lease) for t in state.transfers}
+    for wait in lookups.all():
+        owned.update(id(run.lease) for run in wait.runs)
+        assert set(wait.transfers) <= {t.id for t in state.transfers}, "a lookup waits for what has ended"
+        assert (wait.tokens is None) == lookups.is_open(wait), "a settled lookup is still open"
+    assert owned == {id(lease) for lease in state.leases.out}, "a lease has no owner, or an owner no lease"
+    for transfer in state.transfers:
+        assert len(transfer.lease) == len(transfer.keys)
+        assert transfer.lease.writing == (transfer.kind in (Kind.STORE, Kind.PROMOTE))
+        assert not transfer.lost or transfer.kind is Kind.PROMOTE
+        assert bool(transfer.tier) != bool(transfer.ranks_left), "a transfer belongs to a tier or to the ranks"
+    if core.phase is not Phase.ADMITTING:
+        assert not len(lookups), "a closing store still looks up"

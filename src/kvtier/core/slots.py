@@ -1,0 +1,182 @@
+"""The slots of one size class of the region: who is in them, and who may touch them.
+
+Rules: a slot leaves `FREE` only through `take`, and becomes free or ready only through `publish`, `free` or
+`evict`. Everything here is one vector operation over a run of slots. The generation of a slot grows each
+time it is freed, so that what was said about an earlier tenant is told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvtier.core.ids import Key
+from kvtier.core.index import Index
+from kvtier.core.policy.base import Mask, Policy, Slots
+from kvtier.core.policy.lru import LRU
+from kvtier.core.tables import Slot
+from kvtier.errors import CoreBug
+
+NO_OWNER = -1
+
+
+class SlotTable:
+    """`capacity` slots of one size class."""
+
+    def __init__(self, capacity: int, policy: Policy | None = None) -> None:
+        self.capacity = capacity
+        self.index = Index()
+        self.policy: Policy = policy if policy is not None else LRU(capacity)
+        self.state = np.zeros(capacity, np.uint8)
+        self.readers = np.zeros(capacity, np.int32)
+        self.generation = np.zeros(capacity, np.int64)
+        self.owner = np.full(capacity, NO_OWNER, np.int64)
+        """ordinal of the request that used the slot last: its own stores do not evict it"""
+        self.writer = np.zeros(capacity, np.int64)
+        """the transfer that writes the slot, while it is `WRITING`"""
+        self.promoted = np.zeros(capacity, np.bool_)
+        """brought from a lower tier and not loaded yet"""
+        self.promoted_held = 0
+        """slots that are `promoted` and held: written by a promotion, or leased"""
+        self.key: list[Key | None] = [None] * capacity
+        self._free = list(range(capacity - 1, -1, -1))
+
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
+
+    @property
+    def available(self) -> int:
+        """Slots that `take` could give: free ones, and those that may be evicted."""
+        return len(self._free) + len(self.policy)
+
+    def take(self, keys: Sequence[Key], owner: int) -> tuple[Slots, list[Key]]:
+        """Slots for as many of `keys` as there is room for, `WRITING`; also the keys that were evicted.
+
+        Never evicts what `owner` used last. Costs nothing when everything is leased.
+        """
+        removed: list[Key] = []
+        short = len(keys) - len(self._free)
+        if short > 0 and len(self.policy):
+            victims = self.policy.victims(short, lambda slots: self._owned(slots, owner))
+            removed = self._evict(victims)
+        count = min(len(keys), len(self._free))
+        if not count:
+            return np.empty(0, np.int64), removed
+        taken = self._free[-count:]
+        del self._free[-count:]
+        taken.reverse()
+        slots = np.array(taken, np.int64)
+        self.state[slots] = Slot.WRITING
+        self.owner[slots] = owner
+        kept = keys[:count]
+        for slot, key in zip(taken, kept, strict=True):
+            self.key[slot] = key
+        self.index.add(kept, taken)
+        return slots, removed
+
+    def publish(self, slots: Slots) -> None:
+        """`WRITING` to `READY` with no reader."""
+        self._require(slots, Slot.WRITING, "published")
+        self.state[slots] = Slot.READY
+        self.policy.touch(slots)
+
+    def free(self, slots: Slots) -> None:
+        """`WRITING` or `QUARANTINED` to `FREE`: the write did not end well."""
+        if len(slots):
+            state = self.state[slots]
+            if not bool(((state == Slot.WRITING) | (state == Slot.QUARANTINED)).all()):
+                raise CoreBug(f"slots {slots.tolist()} freed in states {state.tolist()}")
+            self._drop_promoted(slots)
+            self._release_to_free(slots)
+
+    def quarantine(self, slots: Slots) -> None:
+        """`WRITING` to `QUARANTINED`: not visible, and not free until the writer cannot write any more."""
+        self._require(slots, Slot.WRITING, "quarantined")
+        self.state[slots] = Slot.QUARANTINED
+        for slot in slots.tolist():
+            self._unindex(slot)
+
+    def lease(self, slots: Slots) -> None:
+        """One more reader on each; none of them can be evicted until `release`."""
+        self._require(slots, Slot.READY, "leased")
+        self.policy.forget(slots)
+        self.readers[slots] += 1
+
+    def release(self, slots: Slots) -> None:
+        """One reader less on each; those without readers are the most recently used from now on."""
+        if not len(slots):
+            return
+        self.readers[slots] -= 1
+        readers = self.readers[slots]
+        if int(readers.min()) < 0:
+            raise CoreBug(f"slots {slots.tolist()} released more often than leased")
+        idle = slots[readers == 0]
+        self._drop_promoted(idle)
+        self.policy.touch(idle)
+
+    def use(self, slots: Slots, owner: int) -> None:
+        """Of these ready slots, those that are not leased become the most recently used."""
+        self.owner[slots] = owner
+        self.policy.touch(slots[self.readers[slots] == 0])
+
+    def mark_promoted(self, slots: Slots) -> None:
+        self.promoted[slots] = True
+        self.promoted_held += len(slots)
+
+    def settle_promoted(self, slots: Slots) -> None:
+        """These were loaded, or nobody waits for them: they no longer count as held by promotions."""
+        self._drop_promoted(slots)
+
+    def forget_all(self) -> None:
+        """Nothing that is here is found any more; the slots are reclaimed as others need them."""
+        self.index.clear()
+
+    def _owned(self, slots: Slots, owner: int) -> Mask:
+        owned: Mask = self.owner[slots] == owner
+        return owned
+
+    def _require(self, slots: Slots, state: Slot, verb: str) -> None:
+        if not bool((self.state[slots] == state).all()):
+            raise CoreBug(f"slots {slots.tolist()} {verb} in states {self.state[slots].tolist()}")
+
+    def _evict(self, slots: Slots) -> list[Key]:
+        if self.readers[slots].any() or (self.state[slots] != Slot.READY).any():
+            raise CoreBug(f"slots {slots.tolist()} evicted while in use")
+        self._drop_promoted(slots)
+        return self._release_to_free(slots)
+
+    def _drop_promoted(self, slots: Slots) -> None:
+        marked = slots[self.promoted[slots]]
+        if len(marked):
+            self.promoted[marked] = False
+            self.promoted_held -= len(marked)
+
+    def _release_to_free(self, slots: Slots) -> list[Key]:
+        self.state[slots] = Slot.FREE
+        self.generation[slots] += 1
+        self.owner[slots] = NO_OWNER
+        freed = slots.tolist()
+        self._free.extend(freed)
+        return [key for slot in freed if (key := self._unindex(slot)) is not None]
+
+    def _unindex(self, slot: int) -> Key | None:
+        """Forget the key of a slot; returns it if it was visible until now."""
+        key = self.key[slot]
+        self.key[slot] = None
+        return key if key is not None and self.index.remove(key, slot) else None
+
+    def check(self) -> None:
+        """Every account of this table adds up."""
+        state = self.state
+        free = set(self._free)
+        assert len(free) == len(self._free), "a slot is free twice"
+        assert free == set(np.flatnonzero(state == Slot.FREE).tolist()), "free list and states differ"
+        assert not self.readers[state != Slot.READY].any(), "a slot that is not ready has readers"
+        for key, slot in self.index.items():
+            assert self.key[slot] == key, f"index and slot {slot} disagree"
+            assert state[slot] in (Slot.WRITING, Slot.READY), f"slot {slot} is visible in state {state[slot]}"
+        evictable = int(np.count_nonzero((state == Slot.READY) & (self.readers == 0)))
+        assert len(self.policy) == evictable, f"policy holds {len(self.policy)} slots, {evictable} may be evicted"
+        assert self.promoted_held == int(np.count_nonzero(self.promoted)), "promoted slots miscounted"
