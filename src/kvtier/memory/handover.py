@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import array
 import contextlib
 import errno
 import hashlib
@@ -36,6 +37,9 @@ log = logging.getLogger(__name__)
 
 MESSAGE_BYTES_MAX = 64 << 10
 """one packet; the layout table of a few thousand layers fits"""
+RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+CONTROL_BYTES = socket.CMSG_SPACE(4 * 4)
+"""room for four descriptors: more than the one that is right, so that a wrong number is seen"""
 RETRY_SECONDS = 0.02
 ANSWER_SECONDS = 2.0
 """a receiver that takes longer to acknowledge is dropped; it may come again"""
@@ -275,7 +279,9 @@ def receive(name: str, deadline: Deadline) -> Received:
 
 
 def _take(connection: socket.socket, pid: int) -> Received:
-    message, fds, flags, _ = socket.recv_fds(connection, MESSAGE_BYTES_MAX, 4, socket.MSG_CMSG_CLOEXEC)
+    # Not socket.recv_fds: it drops its flags, and the descriptor would be inherited by every child.
+    message, control, flags, _ = connection.recvmsg(MESSAGE_BYTES_MAX, CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC)
+    fds = [fd for level, kind, data in control if (level, kind) == RIGHTS for fd in array.array("i", data)]
     try:
         if not message:
             raise ConnectionResetError(errno.ECONNRESET, "hung up before handing over")
