@@ -74,10 +74,15 @@ class Scope:
         self.close_timeout_s = close_timeout_s
         self._pid = os.getpid()
         self._members: list[_Member] = []
+        # Re-entrant: the collector may close another scope inside any of our own calls.
         self._lock = threading.RLock()
-        self._closing = False
-        self._ending = False
-        self._nested = False
+        """held for moments only: an `own` must not wait for a close that waits for the thread that owns"""
+        self._closer = threading.RLock()
+        """held by the thread that closes"""
+        self._is_closing = False
+        self._is_ending = False
+        self._quiet = False
+        """another scope owns this one and reports for it, or nobody asked for this close"""
         self._pinned = False
         self._report: CloseReport | None = None
         _open.add(self)
@@ -101,10 +106,10 @@ class Scope:
         Raises `Closed` when the scope has been asked to stop: the thing is then closed on the spot.
         """
         with self._lock:
-            if not self._ending:
+            if not self._is_ending:
                 self._members.append(_Member(name, thing, shared_memory, touches_memory))
                 if isinstance(thing, Scope):
-                    thing._nested = True
+                    thing._quiet = True
                     _open.discard(thing)
                 return thing
         with Scope(f"{self.name}/{name}", close_timeout_s=self.close_timeout_s) as late:
@@ -116,32 +121,33 @@ class Scope:
         if os.getpid() != self._pid:
             return
         with self._lock:
-            self._ending = True
-            for member in reversed(self._members):
-                if not member.asked:
-                    member.asked = True
-                    try:
-                        member.thing.ask_stop()
-                    except Exception as error:  # noqa: BLE001 - one member never costs another its close
-                        member.ask_error = error
+            self._is_ending = True
+            unasked = [member for member in reversed(self._members) if not member.asked]
+            for member in unasked:
+                member.asked = True
+        for member in unasked:
+            try:
+                member.thing.ask_stop()
+            except Exception as error:  # noqa: BLE001 - one member never costs another its close
+                member.ask_error = error
 
     def close(self, deadline: Deadline | None = None) -> CloseReport:
         """Close all members by `deadline`, by default `close_timeout_s` from now. See the rules above."""
         if os.getpid() != self._pid:
             return CloseReport(self.name, cause="a forked child closes nothing of its parent's")
         deadline = deadline or Deadline.after(self.close_timeout_s)
-        if not self._lock.acquire(timeout=deadline.left):
+        if not self._closer.acquire(timeout=deadline.left):
             return CloseReport(self.name, Outcome.RUNNING, Memory.KEPT, cause="another thread is still closing it")
         try:
-            if self._closing:  # a member that closes its own scope, from inside its close
+            if self._is_closing:  # a member that closes its own scope, from inside its close
                 return CloseReport(self.name, Outcome.RUNNING, Memory.KEPT, cause="it is being closed by this thread")
-            self._closing = True
+            self._is_closing = True
             try:
                 return self._close(deadline)
             finally:
-                self._closing = False
+                self._is_closing = False
         finally:
-            self._lock.release()
+            self._closer.release()
 
     def __enter__(self) -> Self:
         return self
@@ -152,10 +158,10 @@ class Scope:
     def __del__(self) -> None:
         # Half built: __init__ may not have come to its end.
         if getattr(self, "_report", self) is None and os.getpid() == self._pid:
-            if not self._nested:
+            if not self._quiet:
                 dropped.append(self.name)
                 warnings.warn(f"{self.name} was dropped, not closed", ResourceWarning, source=self, stacklevel=1)
-            self._nested = True  # quietly
+            self._quiet = True
             self.close()
 
     def _close(self, deadline: Deadline) -> CloseReport:
@@ -163,6 +169,9 @@ class Scope:
         if before is not None and not any(member.left for member in self._members):
             return before
         began = time.monotonic()
+        for member in self._members:
+            if member.left and member.ask_error is not None and before is not None:
+                member.asked, member.ask_error = False, None  # it was reported; a new try asks again
         self.ask_stop()
         keepers: list[str] = []
         for member in reversed(self._members):
@@ -178,7 +187,7 @@ class Scope:
         report.cause = ", ".join(node.name for node in report.children if not node.clean)
         self._pin(pinned=any(member.left for member in self._members))
         _open.discard(self)
-        if not self._nested:
+        if not self._quiet:
             self._log(report)
         return report
 
@@ -227,5 +236,5 @@ _open: weakref.WeakSet[Scope] = weakref.WeakSet()
 @atexit.register
 def _close_the_open() -> None:
     for scope in list(_open):
-        scope._nested = True  # quietly
+        scope._quiet = True
         scope.close()

@@ -160,7 +160,7 @@ def _held_elsewhere(path: str) -> bool:
     return False
 
 
-def find_leaks(before: dict[str, Kind], *, grace_s: float = GRACE_S) -> list[str]:
+def find_leaks(before: dict[str, Kind], *, grace_s: float) -> list[str]:
     """What is left of all that came after `before`, one line each; waits up to `grace_s` for it to go."""
     until = time.monotonic() + grace_s
     leaks = _new(before)
@@ -199,6 +199,6 @@ def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.stash.get(_failed, False):
         return
-    leaks = find_leaks(before)
+    leaks = find_leaks(before, grace_s=GRACE_S)
     if leaks:
         pytest.fail("left behind:\n  " + "\n  ".join(leaks), pytrace=False)
