@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -163,7 +164,7 @@ def test_a_region_is_closed_last_and_only_if_all_before_it_freed_their_memory():
 
 
 @pytest.mark.parametrize(("touches_memory", "closed"), [(True, 0), (False, 1)])
-def test_a_region_outlives_a_part_that_raised_unless_that_never_touches_it(touches_memory: bool, closed: int):
+def test_a_region_outlives_a_part_that_raised_unless_that_never_touches_it(*, touches_memory: bool, closed: int):
     calls: list[str] = []
     scope = Scope("s")
     scope.own("region", Part("region", calls), shared_memory=True)
@@ -176,8 +177,6 @@ def test_a_region_outlives_a_part_that_raised_unless_that_never_touches_it(touch
 
 
 def test_what_was_left_outlives_its_scope_and_what_was_closed_does_not():
-    import weakref
-
     calls: list[str] = []
     scope = Scope("s")
     region, done = Part("region", calls), Part("done", calls)
@@ -218,17 +217,22 @@ def test_one_deadline_is_shared_by_all():
 
 def test_a_failure_half_way_through_building_closes_what_was_opened_once():
     calls: list[str] = []
-    with pytest.raises(KeyboardInterrupt), Scope.building("s") as scope:
-        scope.own("a", Part("a", calls))
-        scope.own("b", Part("b", calls))
-        raise KeyboardInterrupt
+
+    def open_it(error: BaseException | None) -> Scope:
+        with Scope.building("s") as scope:
+            scope.own("a", Part("a", calls))
+            scope.own("b", Part("b", calls))
+            if error is not None:
+                raise error
+        return scope
+
+    with pytest.raises(KeyboardInterrupt):
+        open_it(KeyboardInterrupt())
     assert calls == ["ask b", "ask a", "close b", "close a"]
-    with Scope.building("t") as scope:
-        scope.own("c", Part("c", calls))
-    assert len(calls) == 4
-    with scope:
-        pass
-    assert calls[4:] == ["ask c", "close c"]
+    calls.clear()
+    with open_it(None):
+        assert calls == []
+    assert calls == ["ask b", "ask a", "close b", "close a"]
 
 
 def test_what_is_handed_to_a_closing_scope_is_closed_on_the_spot():

@@ -53,7 +53,7 @@ RECEIVE_MESSAGES_MAX = 64
 _UNREAD_MESSAGES_MAX = 1024
 
 VOLUNTARY_FRACTION = 0.6
-"""The part of a close that a child has to end by itself, before it is killed."""
+"""The part of the time from its ask to the deadline that a child has to end by itself, before it is killed."""
 
 # SIGKILL is confirmed within milliseconds; a close whose deadline has passed still waits this long for it.
 _DEATH_GRACE_S = 0.1
@@ -174,6 +174,7 @@ class Process:
         self._pidfd = pidfd
         self._owner_pid = os.getpid()
         self._killed = False
+        self._asked_at: float | None = None
         self._report: CloseReport | None = None
 
     @classmethod
@@ -235,7 +236,8 @@ class Process:
 
     def ask_stop(self) -> None:
         """End of file for the child."""
-        if os.getpid() == self._owner_pid:
+        if os.getpid() == self._owner_pid and self._asked_at is None:
+            self._asked_at = time.monotonic()
             self.channel.end()
 
     def kill(self) -> None:
@@ -260,8 +262,9 @@ class Process:
         return dead
 
     def close(self, deadline: Deadline) -> CloseReport:
-        """End of file, a voluntary end until `VOLUNTARY_FRACTION` of what is left, then SIGKILL and its confirmation.
+        """End of file, a voluntary end until `VOLUNTARY_FRACTION`, then SIGKILL and its confirmation.
 
+        The fraction counts from `ask_stop`, so that siblings asked together are killed together, not in turn.
         `failed` when it had ended by itself with an exit code or by a signal, `killed` when it had to be ended:
         its memory is freed either way. `running`, `kept` only if not even its death could be confirmed; a second
         close tries that again. One thread at a time. Messages that had arrived stay in the channel.
@@ -272,7 +275,8 @@ class Process:
             return self._report
         began = time.monotonic()
         self.ask_stop()
-        if not self.wait(deadline.part(VOLUNTARY_FRACTION)):
+        asked_at = self._asked_at or began
+        if not self.wait(Deadline(asked_at + VOLUNTARY_FRACTION * (deadline.at - asked_at))):
             self.kill()
             self.wait(Deadline.after(max(deadline.left, _DEATH_GRACE_S)))
         self._report = self._verdict()
