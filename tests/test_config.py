@@ -165,6 +165,11 @@ def test_a_known_tiers_options_are_checked_at_once(tier: dict[str, Any], message
     assert message in error_of({"tiers": [tier]}, tier_options=KNOWN)
 
 
+def test_a_type_by_its_import_path_is_left_to_its_opener() -> None:
+    config = load_config({"tiers": [{"type": "my.mod:TYPE", "name": "mine", "depth": 3}]}, tier_options=KNOWN)
+    assert config.tiers == [TierConfig(type="my.mod:TYPE", name="mine", options={"depth": 3})]
+
+
 def test_options_are_read_into_the_tiers_own_struct() -> None:
     config = load_config({"tiers": [{"type": "disk", "path": "/x", "size": "3MiB"}]}, tier_options=KNOWN)
     options = read_struct(config.tiers[0].options, DiskOptions, "tiers[0]")

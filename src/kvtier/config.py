@@ -229,12 +229,13 @@ def _split_tier(raw: object, key: str, tier_options: TierOptions | None) -> dict
         raise ConfigError(f'{key} = {_show(raw)}: must be a table with a `type`, as in {{"type": "disk"}}')
     common = [field for field in TierConfig.__struct_fields__ if field != "options"]
     kind, options = raw.get("type"), {k: v for k, v in raw.items() if k not in common}
-    if tier_options is not None and isinstance(kind, str):
+    # A type written "module:attribute" is imported, and its options checked, only when the tier is opened.
+    if tier_options is not None and isinstance(kind, str) and ":" not in kind:
         if kind not in tier_options:
             raise ConfigError(f"{key}.type = {_show(kind)}: unknown{_did_you_mean(kind, tier_options)}")
         _refuse_unknown(options, tier_options[kind], key, also=common)
         read_struct(options, tier_options[kind], key)
-    elif tier_options is None and "options" in raw:
+    elif "options" in raw:
         raise ConfigError(f"unknown key '{key}.options'; write the options beside `type`")
     return {**{k: raw[k] for k in common if k in raw}, "options": options}
 

@@ -113,7 +113,7 @@ def test_an_unwritable_path_is_a_problem(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_disk_tier_without_a_path_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="tier disk: path = None"):
+    with pytest.raises(ConfigError, match=r"tier disk\.path is missing"):
         list(probes.disk_tier(TierConfig(type="disk")))
 
 

@@ -17,6 +17,7 @@ import typer
 from kvtier.cli import exits
 from kvtier.cli.probes import Finding, Status, disk_tier, installed, kernel, leftovers, memory
 from kvtier.config import Config, load_config
+from kvtier.tiers.registry import tier_options
 
 _STYLES = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "red"}
 
@@ -28,7 +29,7 @@ def doctor_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Check a configuration and this machine; name each problem with its remedy."""
-    findings = list(examine(load_config(config) if config else None))
+    findings = list(examine(load_config(config, tier_options=tier_options()) if config else None))
     problems = sum(finding.status is Status.PROBLEM for finding in findings)
     if as_json:
         plain = msgspec.to_builtins({"ok": not problems, "findings": findings})

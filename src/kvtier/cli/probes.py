@@ -16,8 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from kvtier.config import BadValue, Size, TierConfig
+from kvtier.config import Size, TierConfig, read_struct
 from kvtier.memory.space import available_bytes
+from kvtier.tiers.disk import DiskConfig
 
 TESTED_VLLM = ("0.32.0",)
 """the vLLM versions that the tests have run against"""
@@ -164,10 +165,8 @@ def _open_files(proc: Path, wanted: Iterable[Path]) -> set[Path]:
 def disk_tier(tier: TierConfig) -> Iterator[Finding]:
     """Can a disk tier be opened at its path, does its size fit, and who uses it already?"""
     where = f"tier {tier.name}"
-    path_option, size_option = tier.options.get("path"), tier.options.get("size")
-    if not isinstance(path_option, str) or not path_option:
-        raise BadValue(f"{where}: path", path_option, "must be the folder that holds the blocks")
-    path = Path(path_option)
+    options = read_struct(tier.options, DiskConfig, where)
+    path = Path(options.path).expanduser()
     folder = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     if not folder.is_dir():
         yield Finding(where, "path", Status.PROBLEM, f"{folder} is not a folder", "choose another path")
@@ -177,9 +176,9 @@ def disk_tier(tier: TierConfig) -> Iterator[Finding]:
         yield Finding(where, "path", Status.PROBLEM, f"{folder} is not writable", remedy)
         return
     yield Finding(where, "path", Status.OK, f"{path} {'is writable' if path.exists() else 'can be made'}")
-    if size_option is not None:
-        yield _space(where, path, folder, Size(size_option))
-    yield _direct_io(where, folder)
+    yield _space(where, path, folder, options.size)
+    if options.direct != "off":
+        yield _direct_io(where, folder)
     yield from _engines(where, path)
 
 
