@@ -39,7 +39,7 @@ bench: $(STAMP)
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # vLLM for CPU asks for a torch build with the version suffix +cpu, which not every index carries: only if the
 # resolver says so is PyTorch's own index asked as well. torchvision and its like come along as dependencies and

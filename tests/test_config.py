@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +16,8 @@ from hypothesis import strategies as st
 
 from kvtier.config import BadValue, Config, HostConfig, Size, TierConfig, load_config, read_struct
 from kvtier.errors import ConfigError
+from kvtier.tiers.disk import DiskConfig
+from kvtier.tiers.registry import tier_options
 
 
 class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -216,3 +220,29 @@ def test_a_bad_file_is_named(tmp_path: Path, name: str, content: bytes | None, m
     text = error_of(path)
     assert text.startswith(f"{path}: ")
     assert message in text
+
+
+DOCS = Path(__file__).parent.parent / "docs/configuration.md"
+
+
+def test_the_page_names_every_key_and_its_default() -> None:
+    rows = [line for line in DOCS.read_text().splitlines() if line.startswith("| `")]
+    documented = {key: row for row in rows for key in re.findall(r"`([^`]+)`", row.split("|")[1])}
+    common = {f.name for f in msgspec.structs.fields(TierConfig)} - {"options"}
+    disk = {f.name for f in msgspec.structs.fields(DiskConfig)}
+    top = {f.name for f in msgspec.structs.fields(Config)} - {"host"}
+    host = {f"host.{f.name}" for f in msgspec.structs.fields(HostConfig)}
+    assert set(documented) == top | host | common | disk
+    for struct, prefix in ((Config, ""), (HostConfig, "host."), (DiskConfig, "")):
+        for field in msgspec.structs.fields(struct):
+            if isinstance(field.default, int | float | Size) and field.name != "host":
+                shown = f'"{field.default!s}"' if isinstance(field.default, Size) else str(field.default)
+                assert f"`{shown}`" in documented[prefix + field.name], field.name
+
+
+def test_the_pages_examples_are_valid() -> None:
+    examples = re.findall(r"```(toml|json)\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    assert [kind for kind, _ in examples] == ["toml", "json"]
+    from_toml = load_config(tomllib.loads(examples[0][1]), tier_options=tier_options())
+    in_vllm = json.loads(examples[1][1])["kv_connector_extra_config"]["kvtier"]
+    assert load_config(in_vllm, tier_options=tier_options()) == from_toml
