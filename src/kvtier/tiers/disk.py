@@ -14,11 +14,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
-
-from kvtier.config import BadValue, Size
 from kvtier.core.ids import AskId, Key, TierName, TransferId
 from kvtier.errors import Closed, ConfigError, CoreBug, Refused
 from kvtier.memory.layout import Rows
@@ -27,6 +24,7 @@ from kvtier.runtime.report import CloseReport, Memory, Outcome
 from kvtier.runtime.worker import Failed, Flag, Worker
 from kvtier.tiers import disk_format as fmt
 from kvtier.tiers.base import Cause, Direction, Ended, Evicted, Held, Tier, TierNotice, TierTransfer
+from kvtier.tiers.disk_config import DiskConfig
 from kvtier.tiers.disk_extent import Extent, probe_direct
 from kvtier.tiers.disk_index import Index
 from kvtier.tiers.disk_io import DiskIO, Grow, Grown, Move, Moved, Sync, Synced
@@ -35,39 +33,6 @@ from kvtier.tiers.registry import TierType
 
 _SPARE_ITEMS = 64
 """room in an inbox for what is not a block: grows"""
-
-
-class DiskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options of a tier of type `disk`."""
-
-    type: Literal["disk"] = "disk"
-    path: str
-    """a directory of a local file system; kept between runs"""
-    size: Size
-    """bytes an engine may take there, everything included; never exceeded"""
-    engines_max: int = 1
-    """engines that may share `path`, each with `size` of its own"""
-    direct: Literal["auto", "off"] = "auto"
-    """`auto`: past the page cache where the file system can; `off`: always through it"""
-    fsync: Literal["none", "interval"] = "none"
-    """`none`: a power loss may cost any block; `interval`: only those of the last `fsync_interval_s`"""
-    fsync_interval_s: float = 5.0
-    threads: int = 2
-    """threads that read, and as many that write"""
-    write_queue_blocks_max: int = 1024
-    write_queue_size_max: Size = Size("4GiB")
-    read_queue_blocks_max: int = 8192
-    """beyond these, transfers are refused"""
-
-    def __post_init__(self) -> None:
-        if not self.path:
-            raise BadValue("path", self.path, "must name a directory")
-        limits = ("engines_max", "threads", "write_queue_blocks_max", "write_queue_size_max", "read_queue_blocks_max")
-        for field in limits:
-            if getattr(self, field) < 1:
-                raise BadValue(field, getattr(self, field), "must be at least 1")
-        if not self.fsync_interval_s > 0:
-            raise BadValue("fsync_interval_s", self.fsync_interval_s, "must be more than 0 seconds")
 
 
 class _Transfer:
@@ -216,7 +181,7 @@ class DiskTier(Tier):
             "blocks_count": self._index.blocks_count,
             "blocks_bytes": self._index.blocks_bytes,
             "used_bytes": self._index.used_bytes,
-            "limit_bytes": self._index.size_bytes,
+            "limit_bytes": int(self._index.size_bytes),
             "read_queue_count": self._open_reads,
             "write_queue_count": self._open_writes,
             "write_queue_bytes": self._open_write_bytes,

@@ -183,7 +183,7 @@ _MASK = (1 << 64) - 1
 def pack_record(identity: Identity, key: bytes, stamp: int) -> bytes:
     """The record of a slot that now holds `key`, last used at `stamp`."""
     rest = _RECORD.pack(0, stamp, identity.row_bytes, _LIVE, len(key), 0, identity.namespace, identity.layout, key)[8:]
-    check = sum(word * factor for word, factor in zip(_REST.unpack(rest), _FACTOR_INTS, strict=True)) & _MASK
+    check: int = sum(word * factor for word, factor in zip(_REST.unpack(rest), _FACTOR_INTS, strict=True)) & _MASK
     return check.to_bytes(8, "little") + rest
 
 
