@@ -91,6 +91,11 @@ class Tier(ABC):
 
     name: TierName
 
+    @property
+    def ready(self) -> bool:
+        """False while the tier is still coming up: it gets no ask and no transfer until then."""
+        return True
+
     @abstractmethod
     def ask(self, ask: AskId, keys: Sequence[Key]) -> None:
         """Ask which of `keys` the tier has; answered by one `Held`. Raises `Refused`."""
@@ -122,3 +127,11 @@ class Tier(ABC):
     @abstractmethod
     def close(self, deadline: Deadline) -> CloseReport:
         """Stop, wait until `deadline`, free what is safe to free, and report. Raises nothing."""
+
+    def give_up(self) -> bool:
+        """End a tier that failed, without waiting; called again until it says True.
+
+        True: nothing of it can touch the rows any more.
+        """
+        self.ask_stop()
+        return not self.close(Deadline.after(0)).memory_kept
