@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -265,15 +266,23 @@ def reap(processes: list[subprocess.Popen[str]]) -> None:
         process.communicate()
 
 
-def shm_bytes() -> int:
-    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("Shmem:"))
-    return int(line.split()[1]) * 1024
+def holders(inode: int) -> set[int]:
+    """Processes that map the memfd, or have it open: when there are none, the kernel has its memory back."""
+    found = set()
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+            mapped = any("/memfd:kvtier" in line and line.split()[4] == str(inode) for line in lines)
+            opened = any(os.stat(f"/proc/{pid}/fd/{fd}").st_ino == inode for fd in os.listdir(f"/proc/{pid}/fd"))
+            if mapped or opened:
+                found.add(pid)
+    return found
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("order", [["rank0", "rank1", "rank2"], ["rank2", "rank1", "rank0"]])
 def test_killed_processes_leave_no_memory_no_name_and_no_socket(order: list[str]) -> None:
-    names, before = set(os.listdir("/dev/shm")), shm_bytes()
+    names = set(os.listdir("/dev/shm"))
     processes = [start(role) for role in order]
     try:
         region, link, _ = attach()
@@ -281,7 +290,8 @@ def test_killed_processes_leave_no_memory_no_name_and_no_socket(order: list[str]
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
         assert set(os.listdir("/dev/shm")) == names
-        assert shm_bytes() > before + 60 * MIB
+        inode = os.fstat(region.fd).st_ino
+        assert holders(inode) == {os.getpid()} | {process.pid for process in processes}
         for process in processes:
             process.send_signal(signal.SIGKILL)
         until(lambda: link.closed, "the death of rank 0 is seen")
@@ -291,7 +301,7 @@ def test_killed_processes_leave_no_memory_no_name_and_no_socket(order: list[str]
         assert link.close(Deadline.after(1)).clean
     finally:
         reap(processes)
-    until(lambda: shm_bytes() < before + 32 * MIB, "the memory is given back")
+    assert holders(inode) == set()
     assert set(os.listdir("/dev/shm")) == names
     assert not listening()
 

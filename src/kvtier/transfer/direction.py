@@ -124,7 +124,9 @@ class Direction:
                 cause = self._listed[id_][1].query()
             except Exception as e:  # noqa: BLE001 - whatever a device raises: the copy may run, the next one is tried
                 if id_ not in self._errors:
-                    log.error("%s: the end of transfer %d cannot be seen: %r", self.name, id_, e)
+                    log.error(
+                        "%s: the end of transfer %d cannot be seen: %s", self.name, id_, repr(e)
+                    )  # not e: it holds frames
                 self._errors[id_] = e
                 raised.append(id_)
                 continue
