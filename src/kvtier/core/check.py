@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier.core.tables import Phase, Slot
+from kvtier.core.tables import QUARANTINED, WRITING, Phase
 from kvtier.core.transfers import Kind
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def check(core: StoreCore, state: State, lookups: Lookups) -> None:
             np.add.at(written if lease.writing else readers, lease.slots, 1)
         assert (readers == table.readers).all(), f"readers of size class {number} are not the leases that are out"
         assert not (written > 1).any(), "two transfers write one slot"
-        writing = (table.state == Slot.WRITING) | (table.state == Slot.QUARANTINED)
+        writing = (table.state == WRITING) | (table.state == QUARANTINED)
         assert ((written == 1) == writing).all(), "a slot is written by nobody, or by one that does not hold it"
     owned = {id(t.lease) for t in state.transfers}
     for wait in lookups.all():

@@ -1,7 +1,7 @@
 """Demotions: what was stored goes on to the lower tiers, a bounded number of batches at a time.
 
 A queue remembers slots with their generation, not leases: what is evicted before its turn is dropped, so a
-slow tier never holds up a store.
+slow tier never holds up a store. A queue never names more slots than there are: the oldest go first.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 
 from kvtier.core.effects import Effect, StartTier
 from kvtier.core.ids import Key, TierName
-from kvtier.core.limits import DEMOTES_IN_FLIGHT_MAX, TIER_BATCH_BLOCKS
+from kvtier.core.limits import DEMOTE_BATCHES_LOOKED_AT_MAX, DEMOTES_IN_FLIGHT_MAX, TIER_BATCH_BLOCKS
 from kvtier.core.policy.base import Slots
 from kvtier.core.slots import SlotTable
 from kvtier.core.state import State
-from kvtier.core.tables import Slot
+from kvtier.core.tables import READY
 from kvtier.core.transfers import Kind, Transfer
 
 _Entry = tuple[int, Slots, Slots]
@@ -29,6 +29,9 @@ class Demotes:
         self._s = state
         self._queues: dict[TierName, deque[_Entry]] = {t.name: deque() for t in state.config.tiers if t.write}
         self._out: dict[TierName, int] = dict.fromkeys(self._queues, 0)
+        self._queued: dict[TierName, int] = dict.fromkeys(self._queues, 0)
+        """slots in each queue"""
+        self._queued_max = sum(state.config.class_slots)
 
     @property
     def queued(self) -> bool:
@@ -39,20 +42,32 @@ class Demotes:
         """These slots have just become ready."""
         for name, queue in self._queues.items():
             queue.append((size_class, slots, self._s.tables[size_class].generation[slots]))
+            self._queued[name] += len(slots)
+            while self._queued[name] > self._queued_max:
+                dropped = len(queue.popleft()[1])
+                self._queued[name] -= dropped
+                self._s.counts.demotes_dropped_blocks += dropped
             self.feed(name, now, out)
 
     def feed(self, tier: TierName, now: float, out: list[Effect]) -> None:
-        """Start as many batches as may be out."""
+        """Start as many batches as may be out; leaves the rest for later where much of the queue is stale."""
         queue = self._queues.get(tier)
         if queue is None or tier not in self._s.tiers_up:
             return
-        while queue and self._out[tier] < DEMOTES_IN_FLIGHT_MAX:
-            size_class, slots = self._next_batch(queue)
+        for _ in range(DEMOTE_BATCHES_LOOKED_AT_MAX):
+            if not queue or self._out[tier] >= DEMOTES_IN_FLIGHT_MAX:
+                return
+            size_class, slots = self._next_batch(tier)
             if len(slots):
                 self._start(tier, size_class, slots, now, out)
 
-    def _next_batch(self, queue: deque[_Entry]) -> tuple[int, Slots]:
+    def feed_all(self, now: float, out: list[Effect]) -> None:
+        for name in self._queues:
+            self.feed(name, now, out)
+
+    def _next_batch(self, tier: TierName) -> tuple[int, Slots]:
         """The next slots of one size class that still hold what was queued."""
+        queue = self._queues[tier]
         size_class = queue[0][0]
         table = self._s.tables[size_class]
         batch: list[Slots] = []
@@ -63,7 +78,8 @@ class Demotes:
                 queue.appendleft((size_class, slots[room:], generations[room:]))
                 slots, generations = slots[:room], generations[:room]
             room -= len(slots)
-            same = (table.generation[slots] == generations) & (table.state[slots] == Slot.READY)
+            self._queued[tier] -= len(slots)
+            same = (table.generation[slots] == generations) & (table.state[slots] == READY)
             self._s.counts.demotes_dropped_blocks += len(slots) - int(np.count_nonzero(same))
             batch.append(slots[same])
         return size_class, np.concatenate(batch)
@@ -87,5 +103,6 @@ class Demotes:
         transfer.lease.release()
 
     def clear(self) -> None:
-        for queue in self._queues.values():
+        for name, queue in self._queues.items():
             queue.clear()
+            self._queued[name] = 0

@@ -24,7 +24,8 @@ class Index:
 
     def items(self) -> Iterator[tuple[Key, int]]:
         for table in self._tables:
-            yield from table.items()
+            if table:
+                yield from table.items()
 
     def get(self, key: Key) -> int | None:
         return self._tables[key[0]].get(key)

@@ -13,6 +13,10 @@ DEMOTES_IN_FLIGHT_MAX = 4
 """Demotions out at one tier: enough to keep its writers busy, few enough that host slots leased for
 them (4 x 16 blocks) stay a small share and a close waits for at most that much writing."""
 
+DEMOTE_BATCHES_LOOKED_AT_MAX = 64
+"""Batches taken from a queue in one call, most of which may hold only what has been evicted since: 64 x
+about 10 us stays below a pump's millisecond. The next call or tick goes on."""
+
 ASK_KEYS_MAX = 4096
 """Keys of one ask: 4096 x (34 bytes + 3 of framing) is 148 KiB, below the message limit of a channel."""
 

@@ -18,8 +18,8 @@ from kvtier.core.ids import AskId, Key, RequestId, TierName, TransferId
 from kvtier.core.leases import Lease
 from kvtier.core.limits import ASK_KEYS_MAX, TIER_BATCH_BLOCKS
 from kvtier.core.slots import SlotTable
-from kvtier.core.state import State
-from kvtier.core.tables import Slot
+from kvtier.core.state import Prompt, State
+from kvtier.core.tables import READY
 from kvtier.core.transfers import Kind, Transfer
 
 _EMPTY = np.empty(0, np.int64)
@@ -85,23 +85,25 @@ class Lookups:
     def begin(self, request: RequestId, keys: Sequence[Sequence[Key]], device_tokens: int, now: float) -> Wait:
         s = self._s
         runs = []
-        owner = s.owner(request)
+        prompt = s.prompt(request)
         for group, run_keys in zip(s.config.groups, keys, strict=True):
             table = s.tables[group.size_class]
             first = min(device_tokens // group.block_tokens, len(run_keys)) if group.window_blocks is None else 0
             runs.append(_Run(group, table, run_keys, first, s.leases.read(table, _EMPTY)))
             if first:
-                self._use_device_hits(table, run_keys[:first], owner)
-        wait = Wait(request, runs, device_tokens, owner, now + s.config.lookup_timeout_s)
+                self._use_device_hits(table, run_keys[:first], prompt)
+        wait = Wait(request, runs, device_tokens, prompt.owner, now + s.config.lookup_timeout_s)
         self._waits[request] = wait
         self._open[request] = None
         s.counts.lookups_count += 1
         return wait
 
-    def _use_device_hits(self, table: SlotTable, keys: Sequence[Key], owner: int) -> None:
+    def _use_device_hits(self, table: SlotTable, keys: Sequence[Key], prompt: Prompt) -> None:
         """A prefix that the device still has is as recent in host memory."""
         found = np.array([slot for slot in table.index.get_all(keys) if slot is not None], np.int64)
-        table.use(found[table.state[found] == Slot.READY], owner)
+        found = found[table.state[found] == READY]
+        table.use(found, prompt.owner)
+        prompt.add(table, found)
 
     def advance(self, wait: Wait, now: float, out: list[Effect]) -> None:
         """Lease what has become ready, start what can be started, settle if nothing is left to wait for."""
@@ -111,7 +113,7 @@ class Lookups:
         late = now >= wait.deadline
         if not late and not wait.asked:
             wait.asked = True
-            self._ask(wait, out)
+            self._ask(wait, now, out)
         if not late and not wait.asks and not wait.promoted:
             self._promote(wait, now, out)
             writing = [self._extend(wait, run) for run in wait.runs if run.group.window_blocks is None]
@@ -126,17 +128,18 @@ class Lookups:
         for run in wait.runs:
             if run.group.window_blocks is None and run.ready < len(run.keys):
                 slot = run.table.index.get(run.keys[run.ready])
-                if slot is not None and run.table.state[slot] == Slot.READY:
+                if slot is not None and run.table.state[slot] == READY:
                     wait.tokens = None
                     self._open[wait.request] = None
                     return
 
     def answered(self, ask: AskId, tier: TierName, held: Sequence[bool]) -> Wait | None:
         """The wait that goes on with this answer, or None if nobody waits for it."""
-        request = self._ask_of.pop(ask, None)
+        request = self._ask_of.get(ask)
         wait = self._waits.get(request) if request is not None else None
-        if wait is None or ask not in wait.asks:
+        if wait is None or wait.asks[ask][0] != tier:
             return None
+        del self._ask_of[ask]
         _, group, first = wait.asks.pop(ask)
         source = wait.runs[group].source
         for i, has in enumerate(held):
@@ -187,7 +190,7 @@ class Lookups:
         found = np.array(run.table.index.run(run.keys, run.ready), np.int64)
         if not len(found):
             return False
-        busy = np.flatnonzero(run.table.state[found] != Slot.READY)
+        busy = np.flatnonzero(run.table.state[found] != READY)
         ready = found[: busy[0]] if len(busy) else found
         if len(ready):
             run.lease.extend(ready)
@@ -200,12 +203,12 @@ class Lookups:
         wait.transfers.add(transfer.id)
         return True
 
-    def _ask(self, wait: Wait, out: list[Effect]) -> None:
+    def _ask(self, wait: Wait, now: float, out: list[Effect]) -> None:
         tiers = [tier for tier in self._s.config.tiers if tier.name in self._s.tiers_up]
         for number, run in enumerate(wait.runs):
             if run.group.window_blocks is not None:
                 continue
-            rest = run.keys[run.ready :]
+            rest = self._before_bad(run, now)
             for tier in tiers:
                 for at in range(0, len(rest), ASK_KEYS_MAX):
                     ask = self._next_ask
@@ -216,11 +219,20 @@ class Lookups:
                     self._s.counts.asked_blocks += len(keys)
                     out.append(Ask(tier.name, ask, keys))
 
+    def _before_bad(self, run: _Run, now: float) -> Sequence[Key]:
+        """Keys behind the leased ones, up to the first that no tier is asked for."""
+        rest = run.keys[run.ready :]
+        if self._s.bad_count:
+            for i, key in enumerate(rest):
+                if self._s.is_bad(key, now) and run.table.index.get(key) is None:
+                    return rest[:i]
+        return rest
+
     def _promote(self, wait: Wait, now: float, out: list[Effect]) -> None:
         """Reserve slots for the run that the tiers hold, or for its first part, and start it."""
         full = False
         for run in wait.runs:
-            wanted = self._wanted(run, now)
+            wanted = self._wanted(wait, run, now)
             if not wanted:
                 continue
             table = run.table
@@ -234,17 +246,25 @@ class Lookups:
                     break
         wait.promoted = not full
 
-    def _wanted(self, run: _Run, now: float) -> list[int]:
-        """Blocks behind the leased ones that a tier has and host memory has not, up to the first that is nowhere."""
+    def _wanted(self, wait: Wait, run: _Run, now: float) -> list[int]:
+        """Blocks behind the leased ones that a tier has and host memory has not, up to the first that is nowhere.
+
+        What host memory has between them is not evicted for them.
+        """
         wanted = []
+        present = []
         for block in range(run.ready, len(run.keys)):
             key = run.keys[block]
-            if run.table.index.get(key) is not None:
+            slot = run.table.index.get(key)
+            if slot is not None:
+                present.append(slot)
                 continue
             tier = run.source.get(block)
             if tier is None or tier not in self._s.tiers_up or self._s.is_bad(key, now):
                 break
             wanted.append(block)
+        if present and wanted:
+            run.table.owner[present] = wait.owner
         return wanted
 
     def _start(
@@ -295,7 +315,7 @@ class Lookups:
         run.first = max(0, end - run.group.window_blocks)
         found = run.table.index.get_all(run.keys[run.first : end])
         slots = np.array([slot for slot in found if slot is not None], np.int64)
-        if len(slots) < end - run.first or bool((run.table.state[slots] != Slot.READY).any()):
+        if len(slots) < end - run.first or bool((run.table.state[slots] != READY).any()):
             return False
         run.lease.extend(slots)
         return True

@@ -15,7 +15,7 @@ from kvtier.core.ids import Key
 from kvtier.core.index import Index
 from kvtier.core.policy.base import Mask, Policy, Slots
 from kvtier.core.policy.lru import LRU
-from kvtier.core.tables import Slot
+from kvtier.core.tables import FREE, QUARANTINED, READY, WRITING
 from kvtier.errors import CoreBug
 
 NO_OWNER = -1
@@ -68,7 +68,7 @@ class SlotTable:
         del self._free[-count:]
         taken.reverse()
         slots = np.array(taken, np.int64)
-        self.state[slots] = Slot.WRITING
+        self.state[slots] = WRITING
         self.owner[slots] = owner
         kept = keys[:count]
         for slot, key in zip(taken, kept, strict=True):
@@ -78,29 +78,29 @@ class SlotTable:
 
     def publish(self, slots: Slots) -> None:
         """`WRITING` to `READY` with no reader."""
-        self._require(slots, Slot.WRITING, "published")
-        self.state[slots] = Slot.READY
+        self._require(slots, WRITING, "published")
+        self.state[slots] = READY
         self.policy.touch(slots)
 
     def free(self, slots: Slots) -> None:
         """`WRITING` or `QUARANTINED` to `FREE`: the write did not end well."""
         if len(slots):
             state = self.state[slots]
-            if not bool(((state == Slot.WRITING) | (state == Slot.QUARANTINED)).all()):
+            if not bool(((state == WRITING) | (state == QUARANTINED)).all()):
                 raise CoreBug(f"slots {slots.tolist()} freed in states {state.tolist()}")
             self._drop_promoted(slots)
             self._release_to_free(slots)
 
     def quarantine(self, slots: Slots) -> None:
         """`WRITING` to `QUARANTINED`: not visible, and not free until the writer cannot write any more."""
-        self._require(slots, Slot.WRITING, "quarantined")
-        self.state[slots] = Slot.QUARANTINED
+        self._require(slots, WRITING, "quarantined")
+        self.state[slots] = QUARANTINED
         for slot in slots.tolist():
             self._unindex(slot)
 
     def lease(self, slots: Slots) -> None:
         """One more reader on each; none of them can be evicted until `release`."""
-        self._require(slots, Slot.READY, "leased")
+        self._require(slots, READY, "leased")
         self.policy.forget(slots)
         self.readers[slots] += 1
 
@@ -121,6 +121,11 @@ class SlotTable:
         self.owner[slots] = owner
         self.policy.touch(slots[self.readers[slots] == 0])
 
+    def rest(self, slots: Slots, generation: Slots) -> None:
+        """Of these slots, in the order of a prompt, those still idle and of that generation are recent anew."""
+        idle = (self.state[slots] == READY) & (self.readers[slots] == 0) & (self.generation[slots] == generation)
+        self.policy.touch(slots[idle])
+
     def mark_promoted(self, slots: Slots) -> None:
         self.promoted[slots] = True
         self.promoted_held += len(slots)
@@ -137,12 +142,12 @@ class SlotTable:
         owned: Mask = self.owner[slots] == owner
         return owned
 
-    def _require(self, slots: Slots, state: Slot, verb: str) -> None:
+    def _require(self, slots: Slots, state: int, verb: str) -> None:
         if not bool((self.state[slots] == state).all()):
             raise CoreBug(f"slots {slots.tolist()} {verb} in states {self.state[slots].tolist()}")
 
     def _evict(self, slots: Slots) -> list[Key]:
-        if self.readers[slots].any() or (self.state[slots] != Slot.READY).any():
+        if self.readers[slots].any() or (self.state[slots] != READY).any():
             raise CoreBug(f"slots {slots.tolist()} evicted while in use")
         self._drop_promoted(slots)
         return self._release_to_free(slots)
@@ -154,7 +159,7 @@ class SlotTable:
             self.promoted_held -= len(marked)
 
     def _release_to_free(self, slots: Slots) -> list[Key]:
-        self.state[slots] = Slot.FREE
+        self.state[slots] = FREE
         self.generation[slots] += 1
         self.owner[slots] = NO_OWNER
         freed = slots.tolist()
@@ -170,13 +175,13 @@ class SlotTable:
     def check(self) -> None:
         """Every account of this table adds up."""
         state = self.state
-        free = set(self._free)
-        assert len(free) == len(self._free), "a slot is free twice"
-        assert free == set(np.flatnonzero(state == Slot.FREE).tolist()), "free list and states differ"
-        assert not self.readers[state != Slot.READY].any(), "a slot that is not ready has readers"
+        ready = state == READY
+        assert sorted(self._free) == np.flatnonzero(state == FREE).tolist(), "free list and states differ"
+        assert not self.readers[~ready].any(), "a slot that is not ready has readers"
+        states = state.tolist()
         for key, slot in self.index.items():
             assert self.key[slot] == key, f"index and slot {slot} disagree"
-            assert state[slot] in (Slot.WRITING, Slot.READY), f"slot {slot} is visible in state {state[slot]}"
-        evictable = int(np.count_nonzero((state == Slot.READY) & (self.readers == 0)))
+            assert states[slot] in (WRITING, READY), f"slot {slot} is visible in state {states[slot]}"
+        evictable = int(np.count_nonzero(ready & (self.readers == 0)))
         assert len(self.policy) == evictable, f"policy holds {len(self.policy)} slots, {evictable} may be evicted"
         assert self.promoted_held == int(np.count_nonzero(self.promoted)), "promoted slots miscounted"

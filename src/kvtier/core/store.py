@@ -27,7 +27,7 @@ from kvtier.core.policy.base import Slots
 from kvtier.core.slots import SlotTable
 from kvtier.core.state import State
 from kvtier.core.story import Story
-from kvtier.core.tables import Move, Phase, Slot
+from kvtier.core.tables import READY, Move, Phase
 from kvtier.core.transfers import Kind, Transfer
 from kvtier.errors import CoreBug
 
@@ -42,6 +42,8 @@ class _LoadOut:
     left: int
     ok: bool
     epoch: int
+    gone: bool = False
+    """its request is gone: only its end is still told"""
 
 
 class StoreCore:
@@ -103,7 +105,7 @@ class StoreCore:
     @property
     def requests_known(self) -> int:
         """Requests that something is remembered of."""
-        return len({*self._loads, *self._no_hits}) + self._s.owners_count + len(self._lookups)
+        return len({*self._loads, *self._no_hits}) + self._s.prompts_count + len(self._lookups)
 
     @property
     def tables(self) -> list[SlotTable]:
@@ -145,6 +147,10 @@ class StoreCore:
             if wait is not None:
                 self._drop(wait, out)
             return
+        if self.phase is not Phase.ADMITTING:
+            # What the lookup had leased was given back when the close began.
+            out.append(fx.LoadEnded(e.request, ok=False))
+            return
         if wait is None or wait.tokens is None or e.to_tokens > wait.tokens or e.request in self._loads:
             raise CoreBug(f"load of tokens [{e.from_tokens}, {e.to_tokens}) of {e.request!r} that no lookup answered")
         self._leave(wait, out)
@@ -166,6 +172,7 @@ class StoreCore:
         s = self._s
         run = wait.runs[group]
         slots = run.lease.slots
+        s.prompt(e.request).add(run.table, slots)
         s.counts.loaded_blocks += len(slots)
         s.counts.loaded_from_tiers_blocks += int(np.count_nonzero(run.table.promoted[slots]))
         run.table.settle_promoted(slots)
@@ -182,17 +189,19 @@ class StoreCore:
             out.append(fx.Offered(e.request, e.group, len(e.keys)))
             return
         table = s.tables[self.config.groups[e.group].size_class]
-        owner = s.owner(e.request)
+        prompt = s.prompt(e.request)
         found = table.index.get_all(e.keys)
         missing = [i for i, slot in enumerate(found) if slot is None]
         if len(missing) < len(found):
             present = np.array([slot for slot in found if slot is not None], np.int64)
-            table.use(present[table.state[present] == Slot.READY], owner)
+            table.use(present[table.state[present] == READY], prompt.owner)
         taken = len(e.keys)
         if missing:
             keys = [e.keys[i] for i in missing]
-            slots, removed = table.take(keys, owner)
+            slots, removed = table.take(keys, prompt.owner)
             s.removed(removed, out)
+            for i, slot in zip(missing, slots.tolist(), strict=False):
+                found[i] = slot
             if len(slots) < len(missing):
                 taken = missing[len(slots)]
                 s.counts.declined_blocks += len(missing) - len(slots)
@@ -211,15 +220,20 @@ class StoreCore:
                 s.transfers.start(transfer)
                 blocks = [e.first + i for i in missing[: len(slots)]]
                 out.append(fx.StartStore(transfer.id, e.request, e.group, blocks, slots.tolist()))
+        prompt.add(table, np.array(found[:taken], np.int64))
         out.append(fx.Offered(e.request, e.group, taken))
 
     def _request_gone(self, e: ev.RequestGone, out: list[Effect]) -> None:
         self._give_back(e.request, out)
         self._no_hits.discard(e.request)
-        self._s.drop_owner(e.request)
+        if e.request in self._loads:
+            self._loads[e.request].gone = True
+        self._s.rest(e.request)
+        self._s.forget(e.request)
 
     def _preempted(self, e: ev.Preempted, out: list[Effect]) -> None:
         self._give_back(e.request, out)
+        self._s.rest(e.request)
         stores = [t for t in self._s.transfers if t.kind is Kind.STORE and t.request == e.request]
         for transfer in stores:
             transfer.move = Move.CANCELLING
@@ -269,7 +283,8 @@ class StoreCore:
         del self._loads[transfer.request]
         if not load.ok:
             self._s.counts.loads_failed_count += 1
-            self._no_hits.add(transfer.request)
+            if not load.gone:
+                self._no_hits.add(transfer.request)
         out.append(fx.LoadEnded(transfer.request, load.ok))
 
     def _store_ended(self, transfer: Transfer, now: float, out: list[Effect]) -> None:
@@ -285,7 +300,7 @@ class StoreCore:
             s.counts.stores_failed_blocks += len(slots)
         out.append(fx.StoreEnded(transfer.request, transfer.id, transfer.ok))
         self._wake(transfer, now, out)
-        if ok and self.phase is not Phase.CANCELLING:
+        if ok and self.phase in (Phase.ADMITTING, Phase.DRAINING):
             self._demotes.add(s.tables.index(table), slots, out, now)
 
     # The tiers.
@@ -326,7 +341,8 @@ class StoreCore:
         s.counts.promoted_blocks += len(ready)
         s.counts.promotes_failed_blocks += len(slots) - len(ready)
         self._wake(transfer, now, out)
-        table.settle_promoted(ready[table.readers[ready] == 0])
+        # Those that woke may have evicted some of these, and be writing there now.
+        table.settle_promoted(ready[(table.state[ready] == READY) & (table.readers[ready] == 0)])
 
     def _tier_up(self, e: ev.TierUp, out: list[Effect]) -> None:
         self._s.tiers_up.add(e.tier)
@@ -355,6 +371,7 @@ class StoreCore:
     def _tick(self, e: ev.Tick, out: list[Effect]) -> None:
         for wait in self._lookups.late(e.now):
             self._lookups.advance(wait, e.now, out)
+        self._demotes.feed_all(e.now, out)
 
     def _close(self, e: ev.Close, out: list[Effect]) -> None:
         if self.phase is Phase.ADMITTING:
@@ -363,6 +380,9 @@ class StoreCore:
                 self._drop(wait, out)
 
     def _cancel_all(self, e: ev.CancelAll, out: list[Effect]) -> None:
+        self._close(ev.Close(e.now), out)
+        if self.phase is Phase.CLOSED:
+            return
         self.phase = Phase.CANCELLING
         self._demotes.clear()
         ranks = []
@@ -377,7 +397,9 @@ class StoreCore:
             out.append(fx.CancelRank(ranks))
 
     def _abandon(self, e: ev.Abandon, out: list[Effect]) -> None:
+        self._close(ev.Close(e.now), out)
         self.phase = Phase.CLOSED
+        self._demotes.clear()
         for transfer in self._s.transfers:
             transfer.move = Move.ABANDONED
 

@@ -15,6 +15,10 @@ class Slot(IntEnum):
     """its writer is lost but may still write; free once the writer's death is confirmed"""
 
 
+FREE, WRITING, READY, QUARANTINED = map(int, Slot)
+"""the same as plain numbers, for the paths where looking up a member of an enum costs more than the work"""
+
+
 class Move(StrEnum):
     """State of a transfer. One that has ended is forgotten."""
 
