@@ -124,9 +124,8 @@ class Direction:
                 cause = self._listed[id_][1].query()
             except Exception as e:  # noqa: BLE001 - whatever a device raises: the copy may run, the next one is tried
                 if id_ not in self._errors:
-                    log.error(
-                        "%s: the end of transfer %d cannot be seen: %s", self.name, id_, repr(e)
-                    )  # not e: it holds frames
+                    # As text: a log handler that kept the error would keep its frames, and their views.
+                    log.error("%s: the end of transfer %d cannot be seen: %s", self.name, id_, repr(e))
                 self._errors[id_] = e
                 raised.append(id_)
                 continue

@@ -64,39 +64,38 @@ class Mover:
         table = self._rows.table(transfer.size_class)
         slots = np.asarray(transfer.slots, np.intp)
         blocks = np.asarray(transfer.blocks, np.intp).reshape(len(slots), page_layout.engine_blocks)
+        is_store = transfer.direction is Way.STORE
         for nth in range(page_layout.engine_blocks):
             start = nth * page_layout.ranks * sum(page_layout.page_bytes)
-            runs = _runs(slots, blocks[:, nth])
+            into_at, out_at = (slots, blocks[:, nth]) if is_store else (blocks[:, nth], slots)
+            runs = _runs(into_at, out_at)
             for layer, offset in zip(
                 self._pages[transfer.size_class].layers, self._offsets[transfer.size_class], strict=True
             ):
                 column = table[:, start + offset : start + offset + layer.shape[1]]
-                if transfer.direction is Way.STORE:
-                    _copy(column, slots, layer, blocks[:, nth], runs)
+                into, out = (column, layer) if is_store else (layer, column)
+                if layer.shape[1] >= SMALL_BYTES or len(runs) * 4 <= len(slots):
+                    for to, source in runs:
+                        into[to] = out[source]
                 else:
-                    _copy(layer, blocks[:, nth], column, slots, runs)
+                    _gather(into, into_at, out, out_at)
 
 
-def _runs(slots: Indices, blocks: Indices) -> list[tuple[int, int]]:
-    """Start and end of each stretch in which slots and blocks both go up by one."""
-    breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(blocks) != 1)) + 1
-    edges = [0, *breaks.tolist(), len(slots)]
-    return list(itertools.pairwise(edges))
+def _runs(into_at: Indices, out_at: Indices) -> list[tuple[int, int] | tuple[slice, slice]]:
+    """Where to and where from, for each stretch in which both go up by one; a stretch of one is an index."""
+    breaks = np.flatnonzero((np.diff(into_at) != 1) | (np.diff(out_at) != 1)) + 1
+    edges = [0, *breaks.tolist(), len(into_at)]
+    begins = zip(into_at[edges[:-1]].tolist(), out_at[edges[:-1]].tolist(), strict=True)
+    return [
+        (to, source) if end - begin == 1 else (slice(to, to + end - begin), slice(source, source + end - begin))
+        for (begin, end), (to, source) in zip(itertools.pairwise(edges), begins, strict=True)
+    ]
 
 
-def _copy(into: Bytes, into_at: Indices, out: Bytes, out_at: Indices, runs: list[tuple[int, int]]) -> None:
-    """`into[into_at] = out[out_at]`, without a copy of the whole in between."""
-    piece_bytes = into.shape[1]
-    if piece_bytes >= SMALL_BYTES or len(runs) * 4 <= len(into_at):
-        for begin, end in runs:
-            to, source = int(into_at[begin]), int(out_at[begin])
-            if end - begin == 1:
-                into[to] = out[source]
-            else:
-                into[to : to + end - begin] = out[source : source + end - begin]
-        return
-    whole = np.dtype((np.void, piece_bytes))  # one element a piece: copied at once, not byte by byte
-    into_pieces, out_pieces = into.view(whole)[:, 0], out.view(whole)[:, 0]
-    step = max(1, BATCH_BYTES // piece_bytes)
+def _gather(into: Bytes, into_at: Indices, out: Bytes, out_at: Indices) -> None:
+    """`into[into_at] = out[out_at]`, a batch at a time."""
+    piece = np.dtype((np.void, into.shape[1]))  # one element a piece: copied at once, not byte by byte
+    into_pieces, out_pieces = into.view(piece)[:, 0], out.view(piece)[:, 0]
+    step = max(1, BATCH_BYTES // into.shape[1])
     for i in range(0, len(into_at), step):
         into_pieces[into_at[i : i + step]] = out_pieces[out_at[i : i + step]]
