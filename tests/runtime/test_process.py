@@ -6,6 +6,7 @@ import ast
 import os
 import select
 import signal
+import site
 import socket
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import kvtier
 import kvtier.runtime.process as process_module
 from kvtier.errors import Closed, ConfigError, CoreBug, Refused, TierBroken
 from kvtier.runtime.deadline import Deadline
@@ -348,3 +350,14 @@ def test_a_start_without_a_descriptor_left_leaves_no_child(monkeypatch: pytest.M
     monkeypatch.setattr(os, "pidfd_open", fails)
     with pytest.raises(TierBroken, match="Too many open files"):
         start("echo")
+
+
+def test_a_child_finds_the_same_kvtier_however_ours_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(kvtier, "__file__", str(tmp_path / "kvtier" / "__init__.py"))
+    assert process_module._environment()["PYTHONPATH"] == f"{tmp_path}:{Path(__file__).parent}"
+    monkeypatch.delenv("PYTHONPATH")
+    assert process_module._environment()["PYTHONPATH"] == str(tmp_path)
+    installed = tmp_path / "link"
+    installed.symlink_to(site.getsitepackages()[0])
+    monkeypatch.setattr(kvtier, "__file__", str(installed / "kvtier" / "__init__.py"))
+    assert "PYTHONPATH" not in process_module._environment()  # it would come before the standard library

@@ -248,6 +248,22 @@ def test_a_wedged_loop_ends_its_close_at_the_deadline():
     assert loop.close(Deadline.after(PATIENCE_S)).clean
 
 
+def test_a_thread_that_closes_its_own_loop_does_not_wait_for_itself():
+    """As the collector may do, when the thread drops the last reference to the loop's owner."""
+    seen: list[Outcome] = []
+    loops: list[Loop] = []
+    begin = threading.Event()
+
+    def run(stop: Stop) -> None:
+        assert begin.wait(PATIENCE_S)
+        seen.append(loops[0].close(Deadline.after(PATIENCE_S)).ended)
+
+    loops.append(Loop("l", run).start())
+    begin.set()
+    assert loops[0].close(Deadline.after(PATIENCE_S)).clean
+    assert seen == [Outcome.RUNNING]
+
+
 def test_a_flag_is_readable_exactly_while_it_is_set():
     flag = Flag()
     assert not readable(flag)

@@ -27,7 +27,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 import kvtier
@@ -365,7 +364,8 @@ def _stderr() -> int:
 def _environment() -> dict[str, str]:
     """Ours, and the folder of this kvtier if the child would not find it by itself."""
     env = dict(os.environ)
-    root = str(Path(kvtier.__file__).resolve().parent.parent)
-    if root not in (*site.getsitepackages(), site.getusersitepackages()):
+    root = os.path.dirname(os.path.dirname(os.path.abspath(kvtier.__file__)))
+    found = (*site.getsitepackages(), site.getusersitepackages())
+    if os.path.realpath(root) not in map(os.path.realpath, found):
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))
     return env

@@ -112,9 +112,11 @@ class Worker(Generic[In, Out]):
     def take_back(self, match: Callable[[In], bool]) -> list[In]:
         """Remove and return the queued items that match and have not begun, in their order. Works after a close."""
         with self._changed:
-            taken = [item for item in self._inbox if match(item)]
-            if taken:
-                self._inbox = deque(item for item in self._inbox if not match(item))
+            taken: list[In] = []
+            kept: deque[In] = deque()
+            for item in self._inbox:
+                (taken if match(item) else kept).append(item)
+            self._inbox = kept
             return taken
 
     def poll(self) -> list[Out | Failed[In]]:
@@ -144,7 +146,6 @@ class Worker(Generic[In, Out]):
         if self._crew.is_foreign:
             return
         with self._changed:
-            # A close without a word about the queue, after an owner chose to work it off, leaves it so.
             self._drop_queued |= drop_queued
             self._stopping = True
             self._changed.notify_all()
@@ -153,7 +154,7 @@ class Worker(Generic[In, Out]):
         """Stop, and wait for the running items until `deadline`. Idempotent; raises nothing."""
         if self._crew.is_foreign:
             return CloseReport(self.name, cause="a forked child closes nothing of its parent's")
-        self.ask_stop(drop_queued=not self._stopping)
+        self.ask_stop(drop_queued=not self._stopping)  # what its owner chose for the queue stays chosen
         report = self._crew.join(deadline)
         with self._changed:
             self._drop_queued = True
