@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvtier.engine.rank import Rank, open_rank
 from kvtier.errors import Closed, ConfigError
@@ -60,7 +63,7 @@ class Parts:
     def free(self) -> None:
         """What a test kept on purpose."""
         for device in self.devices:
-            device.mover._rows.close()
+            device.mover.close()
         assert Region.close(self.region, Deadline.after(1)).clean
 
 
@@ -335,3 +338,64 @@ def test_pages_that_do_not_fit_free_the_region() -> None:
     assert parts.region.closes == 1
     assert parts.region.closed
     assert len(os.listdir("/proc/self/fd")) == before - 2  # the memfd and its mapping's
+
+
+def test_a_closed_rank_holds_on_to_no_page_of_the_engine(parts: Parts) -> None:
+    rank = open_rank(parts.region, parts.layout, [parts.pages], [parts.page_layout])
+    rank.submit([transfer(1)])
+    poll_until(rank, {1})
+    gone = weakref.ref(parts.pages)
+    assert rank.close(Deadline.after(1)).clean
+    del parts.pages
+    assert gone() is None
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.sampled_from(Way), st.integers(0, BLOCKS), st.integers(0, 5)),
+        st.tuples(st.just("fates"), st.sampled_from(["ok", "fail", "raise", "never"])),
+        st.tuples(st.just("advance"), st.sampled_from([0.5, 1.0, 3.0])),
+        st.tuples(st.just("compute"), st.sampled_from([0.5, 2.0])),
+        st.tuples(st.just("fence"), st.lists(st.integers(1, 12), max_size=4)),
+        st.tuples(st.just("poll")),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS, lost=st.booleans())
+def test_every_transfer_ends_exactly_once_and_memory_is_freed_only_when_none_is_left(steps: list, lost: bool) -> None:
+    parts = Parts()
+    rank = parts.open()
+    device, ids, ends = parts.devices[0], 0, []
+    for name, *args in steps:
+        if name == "submit":
+            ids += 1
+            rank.submit([transfer(ids, *args)])
+        elif name == "fates":
+            device.fates += args
+        elif name == "advance":
+            device.advance(*args)
+        elif name == "compute":
+            device.compute(args[0], lambda: None)
+        elif name == "fence":
+            left = rank.fence(args[0], Deadline.after(0))
+            assert set(left) <= {id_ for d in rank._directions.values() for id_ in d.listed}
+        else:
+            ends += rank.poll()
+    device.synchronize_error = RuntimeError("device lost") if lost else None
+    report = rank.close(Deadline.after(0.01))
+    ends += rank.poll()
+    listed = [id_ for d in rank._directions.values() for id_ in d.listed]
+    assert sorted([end.id for end in ends] + listed) == list(range(1, ids + 1))
+    assert report.memory_kept is bool(listed) is not parts.region.closed
+    assert parts.region.closes == (0 if listed else 1)
+    for queue in device.queues.values():  # whatever was lost comes back: now all of it ends
+        for event in queue.events:
+            event.fate = "ok"
+            event.state = "over" if event.state == "running" else event.state
+    assert not rank.close(Deadline.after(1)).memory_kept
+    ends += rank.poll()
+    assert sorted(end.id for end in ends) == list(range(1, ids + 1))
+    assert parts.region.closes == 1

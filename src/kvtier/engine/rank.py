@@ -16,8 +16,6 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 
-import xxhash
-
 from kvtier.core.ids import TransferId
 from kvtier.errors import Refused
 from kvtier.memory.layout import Layout, PageLayout, Rows
@@ -41,11 +39,8 @@ WAIT_SHARES = (0.4, 0.6)
 class Rank:
     """Both directions over one region. Used by one thread; `close` may come from any."""
 
-    def __init__(
-        self, region: Region, rows: Rows, pages: Sequence[NumpyPages], device: Device, directions: dict[Way, Direction]
-    ) -> None:
-        self._region, self._rows, self._pages, self._device = region, rows, pages, device
-        self._directions = directions
+    def __init__(self, region: Region, mover: Mover, device: Device, directions: dict[Way, Direction]) -> None:
+        self._region, self._mover, self._device, self._directions = region, mover, device, directions
         self._refused: list[RankEnd] = []
         self._counts = {"transfers_submitted": 0, "transfers_ok": 0, "transfers_failed": 0}
         self._closing = threading.Lock()
@@ -86,13 +81,7 @@ class Rank:
 
     def digest(self, blocks: Sequence[int], *, size_class: int = 0) -> list[bytes]:
         """xxh3-128 of each engine block's pages, layer after layer, as they are on the device now."""
-        digests = []
-        for block in blocks:
-            state = xxhash.xxh3_128()
-            for layer in self._pages[size_class].layers:
-                state.update(layer[block].data)
-            digests.append(state.digest())
-        return digests
+        return self._mover.digest(blocks, size_class)
 
     @property
     def broken(self) -> str:
@@ -135,7 +124,7 @@ class Rank:
             report.memory = Memory.KEPT
             report.cause = "a copy may still touch the region"
         else:
-            self._rows.close()
+            self._mover.close()
             report.children.append(self._region.close(deadline))
         report.seconds = time.monotonic() - started
         return report
@@ -177,15 +166,14 @@ def open_rank(
     `pages[c]` and `page_layouts[c]` belong to size class c. A device that raises StillRunning, and an
     interrupt, leave the region mapped: something native may be writing to it.
     """
-    rows: Rows | None = None
+    mover: Mover | None = None
     directions: dict[Way, Direction] = {}
     try:
-        rows = Rows(region.array, layout)
-        mover = Mover(pages, page_layouts, rows, rank=rank)
+        mover = Mover(pages, page_layouts, Rows(region.array, layout), rank=rank)
         device = open_device(mover)
         for way in Way:
             directions[way] = Direction(str(way), device.open_queue(way), mover.check)
-        return Rank(region, rows, pages, device, directions)
+        return Rank(region, mover, device, directions)
     except Exception as e:
         deadline = Deadline.after(CLOSE_SECONDS)
         reports = [direction.close(deadline) for direction in reversed(directions.values())]
@@ -193,8 +181,8 @@ def open_rank(
             region.keep()
             raise
         traceback.clear_frames(e.__traceback__)  # their locals look at the region
-        if rows is not None:
-            rows.close()
+        if mover is not None:
+            mover.close()
         region.close(deadline)
         raise
     except BaseException:

@@ -97,6 +97,7 @@ class RankPipe:
 
     def __init__(self, region: Region) -> None:
         self._region = region
+        self._pid = os.getpid()
         self._lock = threading.Lock()  # connections are added by the server's thread
         self._connections: list[socket.socket] = []
 
@@ -109,6 +110,8 @@ class RankPipe:
 
     def close(self, deadline: Deadline) -> CloseReport:
         """Say `closed` and hang up, if the region is unmapped. Never blocks."""
+        if os.getpid() != self._pid:
+            return CloseReport("pipe", cause="a forked child says nothing for its parent")
         if not self._region.closed:
             return CloseReport("pipe", cause="nothing said: the region is still mapped")
         with self._lock:

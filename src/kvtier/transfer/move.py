@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from kvtier.errors import ConfigError, Refused
 from kvtier.memory.layout import Bytes, PageLayout, Rows
@@ -26,7 +27,10 @@ Indices = npt.NDArray[np.intp]
 
 
 class Mover:
-    """Moves one rank's part of rows: `pages[c]` and `page_layouts[c]` belong to size class c. Borrows all."""
+    """Moves one rank's part of rows: `pages[c]` and `page_layouts[c]` belong to size class c.
+
+    Borrows the memory of both sides; `close` lets go of it.
+    """
 
     def __init__(
         self, pages: Sequence[NumpyPages], page_layouts: Sequence[PageLayout], rows: Rows, *, rank: int = 0
@@ -40,7 +44,7 @@ class Mover:
                 raise ConfigError(f"size class {c.index}: pages of {own.page_bytes}, layout {page_layout.describe()}")
             if page_layout.payload_bytes > c.row_bytes:
                 raise ConfigError(f"size class {c.index}: {page_layout.describe()} exceeds {c.row_bytes} bytes a row")
-        self._pages, self._page_layouts, self._rows = pages, page_layouts, rows
+        self._pages, self._page_layouts, self._rows = list(pages), page_layouts, rows
         self._offsets = [page_layout.offsets(rank) for page_layout in page_layouts]
 
     def check(self, transfer: RankTransfer) -> None:
@@ -79,6 +83,21 @@ class Mover:
                         into[to] = out[source]
                 else:
                     _gather(into, into_at, out, out_at)
+
+    def digest(self, blocks: Sequence[int], size_class: int) -> list[bytes]:
+        """xxh3-128 of each engine block's pages, layer after layer, as they are now."""
+        digests = []
+        for block in blocks:
+            state = xxhash.xxh3_128()
+            for layer in self._pages[size_class].layers:
+                state.update(layer[block].data)
+            digests.append(state.digest())
+        return digests
+
+    def close(self) -> None:
+        """Let go of pages and rows. No copy may run any more."""
+        self._pages.clear()
+        self._rows.close()
 
 
 def _runs(into_at: Indices, out_at: Indices) -> list[tuple[int, int] | tuple[slice, slice]]:
