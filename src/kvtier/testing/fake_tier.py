@@ -1,8 +1,8 @@
 """A tier in memory that answers as it is told to, on the same contract as a real one.
 
 For tests of whatever sits above a tier. Without a script it is a plain, correct tier without threads: what was
-submitted ends at the next poll. A script gives a key one `Answer`, or a list of them, one for each time it is moved; the
-last one stays. As a tier of a process of its own its type is "kvtier.testing.fake_tier:TIER_TYPE".
+submitted ends at the next poll. A script gives a key one `Answer`, or a list of them, one for each time it is moved;
+the last one stays. As a tier of a process of its own its type is "kvtier.testing.fake_tier:TIER_TYPE".
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ from kvtier.tiers.disk_io import DiskIO, Grow, Grown, Move, Moved, Sync, Synced
 from kvtier.tiers.disk_lock import EngineDirectory, take_directory
 from kvtier.tiers.registry import TierType
 
+__all__ = ["TIER_TYPE", "DiskConfig", "DiskTier", "open_disk"]
+
 _SPARE_ITEMS = 64
 """room in an inbox for what is not a block: grows"""
 

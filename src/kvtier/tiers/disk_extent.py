@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from kvtier.errors import ConfigError
@@ -27,22 +28,23 @@ _SLACK_BYTES = 16384
 _SLACK_PART = 256
 
 
-class Block:
-    """A stored block and where it lies. Belongs to the thread that owns the index."""
+class Block(msgspec.Struct, eq=False, gc=False):
+    """A stored block and where it lies. Belongs to the thread that owns the index.
 
-    __slots__ = ("dead", "extent", "key", "ours", "readers", "slot", "stamp", "used")
+    Unseen by the garbage collector, which would walk all of them: whoever drops an extent empties its `blocks`.
+    """
 
-    def __init__(self, key: bytes, extent: Extent, slot: int, stamp: int) -> None:
-        self.key = key
-        self.extent = extent
-        self.slot = slot
-        self.stamp = stamp
-        self.readers = 0
-        self.dead = False
-        self.ours = True
-        """whether it is of our namespace and layout; others only take up room"""
-        self.used = False
-        """since its stamp was written down"""
+    key: bytes
+    extent: Extent
+    slot: int
+    stamp: int
+    ours: bool = True
+    """whether it is of our namespace and layout; others only take up room"""
+    used: bool = False
+    """since its stamp was written down"""
+    readers: int = 0
+    dead: bool = False
+    """not known any more, though a read may still run"""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +77,7 @@ class Extent:
             if fd >= 0:
                 os.close(fd)
         self.file_fd = self.direct_fd = self.index_fd = -1
+        self.blocks.clear()
 
 
 def names(number: int) -> tuple[str, str]:
@@ -172,7 +175,7 @@ def read_index(fd: int, name: str) -> tuple[fmt.Head | None, fmt.Records]:
             f"{name} has format version {head.version}, this kvtier reads up to {fmt.VERSION}: "
             "give another path, or use the kvtier that wrote it"
         )
-    if head is None or not head.whole or head.version != fmt.VERSION:
+    if head is None or head.version != fmt.VERSION or head.slot_bytes <= fmt.HEADER_BYTES or not head.slots:
         return None, empty
     wanted = head.slots * fmt.RECORD_BYTES
     if wanted > os.fstat(fd).st_size * 2 + (1 << 20):  # a head that lies would make us allocate what it says

@@ -264,7 +264,9 @@ class Index:
         for shelf in self._shelves.values():
             for extent in shelf.extents:
                 extent.close()
-            shelf.extents = []
+            shelf.extents.clear()
+            shelf.idle.clear()
+            shelf.busy.clear()
 
     # Inside
 
@@ -375,27 +377,25 @@ class Index:
     def _fill(self, shelf: Shelf, pairs: list[tuple[Extent, fmt.Records]]) -> None:
         """Make the blocks of a shelf out of its tables, in the order of their last use."""
         lives = [fmt.live_slots(table, shelf.slot_bytes) for _, table in pairs]
-        table = np.concatenate([table[live] for (_, table), live in zip(pairs, lives, strict=True)])
-        owners = [extent for (extent, _), live in zip(pairs, lives, strict=True) for _ in range(len(live))]
-        slots = np.concatenate(lives).tolist()
-        stamps, lengths, raw = table["stamp"].tolist(), table["key_bytes"].tolist(), table["key"].tobytes()
-        ours = self._ours(table).tolist()
-        for i in np.argsort(table["stamp"], kind="stable").tolist():
-            key = raw[i * 64 : i * 64 + lengths[i]]
-            if not ours[i]:
-                key = table["namespace"][i].tobytes() + table["layout"][i].tobytes() + key
-            older = shelf.idle.pop(key, None)
-            if older is not None:  # written twice, after the first record was given up
-                del older.extent.blocks[older.slot]
-                older.extent.stamps_sum -= older.stamp
-            extent = owners[i]
-            block = Block(key, extent, slots[i], stamps[i])
-            block.ours = ours[i]
-            shelf.idle[key] = extent.blocks[slots[i]] = block
-            extent.stamps_sum += stamps[i]
-        self._stamp = max([self._stamp, *stamps])
-        for extent, _ in pairs:
-            extent.free = [slot for slot in reversed(range(extent.slots)) if slot not in extent.blocks]
+        table = np.concatenate([fmt.take(table, live) for (_, table), live in zip(pairs, lives, strict=True)])
+        order = np.argsort(table["stamp"], kind="stable")
+        table, slots = fmt.take(table, order), np.concatenate(lives)[order].tolist()
+        owners = np.repeat(np.arange(len(pairs)), [len(live) for live in lives])[order].tolist()
+        keys, stamps, ours = fmt.keys_of(table), table["stamp"].tolist(), self._ours(table)
+        for i in np.flatnonzero(~ours).tolist():
+            keys[i] = table["namespace"][i].tobytes() + table["layout"][i].tobytes() + keys[i]
+        extents = [extent for extent, _ in pairs]
+        blocks = list(map(Block, keys, map(extents.__getitem__, owners), slots, stamps, ours.tolist()))
+        shelf.idle = OrderedDict(zip(keys, blocks, strict=True))
+        if len(shelf.idle) < len(blocks):  # written twice, after the first record was given up: the later one counts
+            blocks = list(shelf.idle.values())
+        for block in blocks:
+            block.extent.blocks[block.slot] = block
+            block.extent.stamps_sum += block.stamp
+        self._stamp = max([self._stamp, *stamps[-1:]])
+        for extent in extents:
+            if len(extent.blocks) < extent.slots:
+                extent.free = [slot for slot in reversed(range(extent.slots)) if slot not in extent.blocks]
             shelf.extents.append(extent)
             if extent.free:
                 shelf.roomy.append(extent)
