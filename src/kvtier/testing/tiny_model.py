@@ -1,9 +1,9 @@
-"""A small Llama checkpoint with random weights on which wrong KV shows.
+"""A small Llama checkpoint whose outputs show a wrong KV byte, made here: nothing is downloaded.
 
 1. Written without transformers: a config.json and one safetensors file under the tensor names of the Hugging Face
    Llama, float32.
-2. The weights are drawn wide (`initial_range`): with a narrow range attention is nearly flat, and blocks of zeros
-   give the same tokens as the right ones.
+2. Dummy weights hide errors: all logits are nearly equal. Weights drawn wider (0.10 instead of 0.02) do not: one
+   wrong block moves the first token's log probabilities by 0.5 to 1.2, a plain recomputation by 1e-5.
 3. Equal arguments give equal files.
 """
 
@@ -17,16 +17,30 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float32]
 
+VOCAB = 2048
+LAYERS = 4
+
+
+def make_tiny_model(directory: Path, *, seed: int = 7, context_tokens: int = 4096) -> Path:
+    """The smallest one, for tests: 4 layers, 2 KV heads of 64, so 8 KiB of KV a token. Returns `directory`."""
+    return make_checkpoint(directory, layers=LAYERS, vocab=VOCAB, positions_max=context_tokens, seed=seed)
+
+
+def tiny_prompt(seed: int, tokens: int) -> list[int]:
+    """A prompt of random token ids; equal seed, equal prompt."""
+    found: list[int] = np.random.default_rng(seed).integers(2, VOCAB, tokens).tolist()
+    return found
+
 
 def make_checkpoint(
     path: str | Path,
     *,
-    layers: int = 4,
+    layers: int = LAYERS,
     hidden: int = 256,
     heads: int = 4,
     kv_heads: int = 2,
     intermediate: int = 512,
-    vocab: int = 2048,
+    vocab: int = VOCAB,
     positions_max: int = 8192,
     initial_range: float = 0.10,
     seed: int = 0,
@@ -59,8 +73,8 @@ def make_checkpoint(
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     kv_hidden = kv_heads * (hidden // heads)
