@@ -30,7 +30,7 @@ import msgspec
 from kvtier.errors import Closed, ConfigError, TierBroken
 from kvtier.memory.region import Region
 from kvtier.runtime.deadline import Deadline
-from kvtier.runtime.report import CloseReport
+from kvtier.runtime.report import CloseReport, Memory
 from kvtier.runtime.worker import Loop, Stop
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,8 @@ class RankPipe:
         if os.getpid() != self._pid:
             return CloseReport("pipe", cause="a forked child says nothing for its parent")
         if not self._region.closed:
-            return CloseReport("pipe", cause="nothing said: the region is still mapped")
+            # Kept, so that a second close, which may free the region, comes here again.
+            return CloseReport("pipe", memory=Memory.KEPT, cause="nothing said: the region is still mapped")
         with self._lock:
             connections, self._connections = self._connections, []
         for connection in connections:
