@@ -268,14 +268,16 @@ def reap(processes: list[subprocess.Popen[str]]) -> None:
         process.communicate()
 
 
-def holders(inode: int) -> set[int]:
+def holders(memfd: os.stat_result) -> set[int]:
     """Processes that map the memfd, or have it open: when there are none, the kernel has its memory back."""
     found = set()
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
         with contextlib.suppress(OSError):  # gone meanwhile
             lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
-            mapped = any("/memfd:kvtier" in line and line.split()[4] == str(inode) for line in lines)
-            opened = any(os.stat(f"/proc/{pid}/fd/{fd}").st_ino == inode for fd in os.listdir(f"/proc/{pid}/fd"))
+            mapped = any("/memfd:kvtier" in line and line.split()[4] == str(memfd.st_ino) for line in lines)
+            opened = any(
+                os.path.samestat(os.stat(f"/proc/{pid}/fd/{fd}"), memfd) for fd in os.listdir(f"/proc/{pid}/fd")
+            )
             if mapped or opened:
                 found.add(pid)
     return found
@@ -292,8 +294,8 @@ def test_killed_processes_leave_no_memory_no_name_and_no_socket(order: list[str]
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
         assert set(os.listdir("/dev/shm")) == names
-        inode = os.fstat(region.fd).st_ino
-        assert holders(inode) == {os.getpid()} | {process.pid for process in processes}
+        memfd = os.fstat(region.fd)
+        assert holders(memfd) == {os.getpid()} | {process.pid for process in processes}
         for process in processes:
             process.send_signal(signal.SIGKILL)
         until(lambda: link.closed, "the death of rank 0 is seen")
@@ -303,7 +305,7 @@ def test_killed_processes_leave_no_memory_no_name_and_no_socket(order: list[str]
         assert link.close(Deadline.after(1)).clean
     finally:
         reap(processes)
-    assert holders(inode) == set()
+    assert holders(memfd) == set()
     assert set(os.listdir("/dev/shm")) == names
     assert not listening()
 
