@@ -53,9 +53,11 @@ class Cache:
         """
         request, keys = self._begin(tokens, len(blocks), salt)
         store = self._scheduler.store
-        taken = store.offer(request, 0, 0, keys, list(blocks[: len(keys) * self._per_block]))
-        done = self._run(lambda: not store.stores_out(request), wait_s)
-        store.gone(request)
+        try:
+            taken = store.offer(request, 0, 0, keys, list(blocks[: len(keys) * self._per_block]))
+            done = self._run(lambda: not store.stores_out(request), wait_s)
+        finally:
+            store.gone(request)
         return taken * self._block_tokens if done else 0
 
     def load(self, tokens: ArrayLike, blocks: Sequence[int], *, salt: bytes = b"", wait_s: float = WAIT_S) -> int:

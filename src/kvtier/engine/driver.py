@@ -191,7 +191,12 @@ class Driver:
 
     def _cancel_rank(self, transfers: Sequence[TransferId], now: float) -> list[ev.Event]:
         """What no rank has seen yet ends here; the ranks are told of the others."""
-        unseen = {t.id for t in self._stores} & set(transfers)
+        waiting = [*self._stores, *(t for loads in self._loads.values() for t in loads)]
+        unseen = {t.id for t in waiting} & set(transfers)
         self._stores = [t for t in self._stores if t.id not in unseen]
+        for request, loads in list(self._loads.items()):
+            self._loads[request] = [t for t in loads if t.id not in unseen]
+            if not self._loads[request]:
+                del self._loads[request]
         self._cancels.extend(t for t in transfers if t not in unseen)
         return [ev.RankEnded(now, t, ok=False) for t in sorted(unseen) for _ in range(self.core.config.ranks)]

@@ -8,6 +8,7 @@ A failure half-way closes what was opened, in reverse, once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -114,7 +115,12 @@ def open_scheduler_side(
     received = receive(name, deadline or Deadline.after(HANDOVER_TIMEOUT_S))
     with Scope.building("kvtier", close_timeout_s=config.close_timeout_s) as scope:
         link = scope.own("rank link", RankLink(received.connection, received.pid), touches_memory=False)
-        region = scope.own("region", Region.attach(received.fd, received.size_bytes), shared_memory=True)
+        try:
+            attached = Region.attach(received.fd, received.size_bytes)
+        except BaseException:  # the descriptor is not the region's then
+            os.close(received.fd)
+            raise
+        region = scope.own("region", attached, shared_memory=True)
         table = msgspec.msgpack.decode(received.table, type=RegionTable)
         driver = _driver(config, groups, region, table, namespace(table))
         store = scope.own("store", Store(driver, [link]))

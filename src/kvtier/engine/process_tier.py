@@ -37,6 +37,7 @@ class ProcessTier(Tier):
         self.name = name
         self._process = process
         self._ready = False
+        self._refused = False
         self._counts: dict[str, int] = {}
 
     @classmethod
@@ -47,7 +48,12 @@ class ProcessTier(Tier):
         """
         process = Process.start(f"tier {config.name}", "kvtier.engine.tier_host", fds={"region": region.fd})
         tier = cls(config.name, process)
-        tier._send(Setup(config, layout, region.size_bytes, namespace))
+        try:
+            tier._send(Setup(config, layout, region.size_bytes, namespace))
+        except BaseException:  # nobody else knows of the child yet
+            process.kill()
+            process.close(Deadline.after(1.0))
+            raise
         return tier
 
     @property
@@ -75,13 +81,15 @@ class ProcessTier(Tier):
                 case Opened():
                     self._ready = True
                 case OpenFailed(yours, text):
+                    self._refused = True
                     raise (ConfigError if yours else TierBroken)(text)
                 case Counted(counts):
                     self._counts = counts
                 case notice:
                     notices.append(notice)
         if not notices and self._process.channel.closed_by_peer:
-            raise TierBroken(f"{self.name}: its process {self.pid} has ended (exit code {self._process.exit_code})")
+            code = self._process.exit_code
+            raise TierBroken(f"its process has ended ({'it hung up' if code is None else f'exit code {code}'})")
         return notices
 
     def fileno(self) -> int:
@@ -97,7 +105,10 @@ class ProcessTier(Tier):
         return self._process.close(deadline)
 
     def give_up(self) -> bool:
-        self._process.kill()
+        if self._refused:
+            self._process.ask_stop()  # it has opened nothing, and waits for just that
+        else:
+            self._process.kill()
         if self._process.alive:
             return False
         self._process.close(Deadline.after(0))

@@ -37,6 +37,9 @@ PUMP_EVERY_S = 0.0005
 DRAIN_FRACTION = 0.5
 """Part of a close in which what is out and queued may still end well."""
 
+KEEPER_END_S = 0.1
+"""A close whose deadline has passed still waits this long for the keeper, which is at work for moments only."""
+
 CLOSE_POLL_S = 0.05
 START_POLL_S = 0.01
 
@@ -53,13 +56,17 @@ class Store:
         self._links = list(links)
         self._clock = clock
         self._lock = threading.RLock()
+        self._opened = threading.Condition(self._lock)
+        """notified when the keeper has opened a tier"""
         self._pumped = 0.0
         self._hooked = 0.0
+        """when a call of the engine pumped last"""
         self._off: BaseException | None = None
         self._ranks_lost = False
         self._closing = False
         self._poll_ranks: Callable[[], Sequence[RankEnd]] | None = None
         self._report: CloseReport | None = None
+        self._reports: dict[str, CloseReport] = {}
         self._keeper = Loop("keeper", self._keep)
 
     def start(self, ready_by: Deadline) -> None:
@@ -91,7 +98,7 @@ class Store:
 
         def act(now: float) -> int | None:
             if now - self._pumped >= PUMP_EVERY_S:
-                self._pump(now)
+                self._hook_pump(now)
             return self._driver.lookup(request, keys, device_tokens, now)
 
         miss: int | None = 0
@@ -129,7 +136,7 @@ class Store:
         """What the ranks are to do in this step."""
 
         def act(now: float) -> StepWork:
-            self._pump(now)
+            self._hook_pump(now)
             return self._driver.take_work()
 
         return self._guarded(act, StepWork(off=True))
@@ -165,7 +172,10 @@ class Store:
         with self._lock:
             if self._off is None:
                 self._off = error
-                story = "\n".join(self._driver.core.story.lines()[-20:])
+                try:
+                    story = "\n".join(self._driver.core.story.lines()[-20:])
+                except Exception as another:  # noqa: BLE001 - after a bug even the story may be broken
+                    story = f"(no story: {another!r})"
                 log.error("a bug switched kvtier off, the engine goes on without it:\n%s", story, exc_info=error)
 
     def counts(self) -> dict[str, int]:
@@ -190,7 +200,7 @@ class Store:
 
     def pump(self) -> None:
         """Take in what tiers and ranks of this process have to say. Never blocks."""
-        self._guarded(self._pump, None)
+        self._guarded(self._hook_pump, None)
 
     def settle(self, deadline: Deadline) -> bool:
         """Wait until nothing is out or queued for a tier; False at the deadline."""
@@ -205,8 +215,9 @@ class Store:
 
     def ask_stop(self) -> None:
         """Admit nothing new; what is out and queued may still end well."""
-        self._closing = True
-        self._guarded(lambda now: self._driver.close_begins(now), None)
+        with self._lock:
+            self._closing = True
+            self._guarded(self._driver.close_begins, None)
 
     def close(self, deadline: Deadline) -> CloseReport:
         """Rule 4. Raises nothing; a second close tries only what was left."""
@@ -214,18 +225,21 @@ class Store:
         if self._report is not None and not _left(self._report):
             return self._report
         self.ask_stop()
-        self.settle(deadline.part(DRAIN_FRACTION))
-        self._guarded(lambda now: self._driver.cancel_all(now), None)
-        with self._lock:
-            children = [*self._close_ports(deadline), *self._close_ranks()]
-            self._guarded(lambda now: self._driver.abandon(now), None)
+        if self._report is None:
+            self.settle(deadline.part(DRAIN_FRACTION))
+            self._guarded(self._driver.cancel_all, None)
+        self._close_ports(deadline)
+        self._close_ranks()
+        self._guarded(self._driver.abandon, None)
         # Last: a tier process ends with the thread that started it.
-        children.append(self._keeper.close(deadline))
-        report = CloseReport("store", seconds=time.monotonic() - began, children=children)
-        report.ended = max((child.ended for child in children), key=_BADNESS.index)
-        report.memory = Memory.KEPT if any(child.memory_kept for child in children) else Memory.FREED
+        self._reports["keeper"] = self._keeper.close(Deadline.after(max(deadline.left, KEEPER_END_S)))
+        report = CloseReport("store", children=list(self._reports.values()))
+        report.seconds = time.monotonic() - began + (self._report.seconds if self._report is not None else 0.0)
+        report.ended = max((child.ended for child in report.children), key=_BADNESS.index)
+        report.memory = Memory.KEPT if any(child.memory_kept for child in report.children) else Memory.FREED
         if self._off is not None:
-            report.ended, report.cause = Outcome.FAILED, f"a bug had switched it off: {self._off!r}"
+            report.ended = max(report.ended, Outcome.FAILED, key=_BADNESS.index)
+            report.cause = f"a bug had switched it off: {self._off!r}"
             report.error = self._off if isinstance(self._off, Exception) else CoreBug(repr(self._off))
         self._report = report
         return report
@@ -236,7 +250,6 @@ class Store:
         """Rule 3 around everything that reaches the core."""
         with self._lock:
             now = self._clock()
-            self._hooked = now
             if self._off is not None:
                 return neutral
             try:
@@ -244,6 +257,10 @@ class Store:
             except Exception as error:  # noqa: BLE001 - a bug of ours, whatever it raises, must not end the engine
                 self.turn_off(error)
                 return neutral
+
+    def _hook_pump(self, now: float) -> None:
+        self._hooked = now
+        self._pump(now)
 
     def _pump(self, now: float) -> None:
         self._pumped = now
@@ -268,45 +285,58 @@ class Store:
         poll.poll(seconds * 1000)
 
     def _keep(self, stop: Stop) -> None:
-        """The keeper's loop: start tiers, and pump when the engine does not."""
+        """The keeper's loop. It outlives every bug: the tier processes would end with it."""
         while not stop.asked:
-            for port in self._driver.ports.values():
-                if self._off is None and not self._closing and port.wants_start(self._clock()):
-                    port.start(self._clock())
-            idle_s = self._clock() - self._hooked
-            if idle_s < IDLE_S:
-                self.wait(IDLE_S - idle_s, stop, tiers=False)
-                continue
-            self.wait(IDLE_S, stop)
-            if not stop.asked:
-                self._guarded(self._pump, None)
-                self._hooked = 0.0  # no hook has pumped: go on at the pace of the tiers
-
-    def _close_ports(self, deadline: Deadline) -> list[CloseReport]:
-        """Ask all tiers, then end them side by side within the deadline."""
-        ports = list(self._driver.ports.values())
-        for port in ports:
-            port.ask_stop()
-        reports = []
-        for port in ports:
             try:
-                report, events = port.close(deadline, self._clock())
-            except Exception as error:  # one tier's failure never costs a sibling its close
-                report = CloseReport(port.name, Outcome.FAILED, Memory.KEPT, cause=repr(error), error=error)
-                log.exception("tier %s failed to close", port.name)
-                events = []
-            self._guarded(lambda now, events=events: self._driver.feed_all(events), None)  # type: ignore[misc]
-            reports.append(report)
-        return reports
+                self._keep_once(stop)
+            except Exception as error:  # noqa: BLE001 - rule 3, in a thread of our own
+                self.turn_off(error)
+                self.wait(IDLE_S, stop, tiers=False)
 
-    def _close_ranks(self) -> list[CloseReport]:
+    def _keep_once(self, stop: Stop) -> None:
+        """Start tiers, and pump when the engine does not."""
+        self._start_tiers()
+        idle_s = self._clock() - self._hooked
+        if idle_s < IDLE_S or self._off is not None:
+            self.wait(IDLE_S - idle_s if idle_s < IDLE_S else IDLE_S, stop, tiers=False)
+            return
+        self.wait(IDLE_S, stop)
+        if not stop.asked:
+            self._guarded(self._pump, None)
+
+    def _start_tiers(self) -> None:
+        for port in self._driver.ports.values():
+            with self._lock:
+                if self._closing or self._off is not None or not port.wants_start(self._clock()):
+                    continue
+                port.begin()
+            opened = port.open()
+            with self._opened:
+                port.attach(opened, self._clock())
+                self._opened.notify_all()
+
+    def _close_ports(self, deadline: Deadline) -> None:
+        """Ask all tiers, then end them side by side within the deadline. Without the lock: nobody else waits."""
+        ports = [port for port in self._driver.ports.values() if port.is_open or port.name not in self._reports]
+        with self._opened:
+            self._opened.wait_for(lambda: all(port.state is not PortState.STARTING for port in ports), deadline.left)
+            for port in ports:
+                port.ask_stop()
+        for port in ports:
+            report, events = port.close(deadline, self._clock())
+            with self._lock:
+                self._guarded(lambda now, events=events: self._driver.feed_all(events), None)  # type: ignore[misc]
+            self._reports[port.name] = report
+
+    def _close_ranks(self) -> None:
         """Ranks that still hold transfers: gone with their transfers, or alive and silent."""
         self._guarded(self._pump, None)
-        if not self._driver.rank_transfers_out:
-            return []
+        self._reports.pop("ranks", None)
+        if not self._driver.rank_transfers_out or (self._links and all(link.closed for link in self._links)):
+            return
         report = CloseReport("ranks", Outcome.RUNNING, Memory.KEPT, cause="a rank has not ended its transfers")
         report.error = TierBroken("a rank has not ended its transfers by the close deadline")
-        return [report]
+        self._reports["ranks"] = report
 
 
 def _left(report: CloseReport) -> bool:

@@ -2,22 +2,24 @@
 
 A tier that raises, ends, or says nothing for too long is lost: nobody waits for it. It is dead once nothing
 of it can touch the rows any more; only then are they free, and only then is it started again. One log line
-an incident.
+an incident. Whatever a tier raises, in any call, is the tier's failure, never the engine's.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+import traceback
 from collections.abc import Callable
 from enum import Enum
 
 from kvtier.core import effects as fx
 from kvtier.core import events as ev
 from kvtier.core.ids import AskId, TierName, TransferId
-from kvtier.errors import ConfigError, Refused
+from kvtier.errors import ConfigError, KVTierError, Refused
 from kvtier.runtime.deadline import Deadline
 from kvtier.runtime.process import Pause
-from kvtier.runtime.report import CloseReport, Memory
+from kvtier.runtime.report import CloseReport, Memory, Outcome
 from kvtier.tiers.base import Cause, Direction, Ended, Held, Tier, TierTransfer
 
 SILENT_S_MAX = 30.0
@@ -32,17 +34,30 @@ log = logging.getLogger("kvtier")
 
 class PortState(Enum):
     OFF = "off"
+    STARTING = "starting"
+    """inside of `open`"""
     OPENING = "opening"
+    """there, not ready"""
     UP = "up"
     LOST = "lost"
+    CLOSING = "closing"
     CLOSED = "closed"
 
 
 class TierPort:
     """Supervises one tier. `open_tier` starts it; it may raise whatever the tier raises."""
 
-    def __init__(self, name: TierName, open_tier: Callable[[], Tier]) -> None:
+    def __init__(
+        self,
+        name: TierName,
+        open_tier: Callable[[], Tier],
+        *,
+        silent_s_max: float = SILENT_S_MAX,
+        opening_s_max: float = OPENING_S_MAX,
+    ) -> None:
         self.name = name
+        self.silent_s_max = silent_s_max
+        self.opening_s_max = opening_s_max
         self.state = PortState.OFF
         self.error: Exception | None = None
         """why it is off"""
@@ -51,10 +66,10 @@ class TierPort:
         self._open_tier = open_tier
         self._pause = Pause()
         self._tier: Tier | None = None
-        self._asks: dict[AskId, int] = {}
-        """asks that are out, with their number of keys"""
-        self._transfers: dict[TransferId, int] = {}
+        self._asks: set[AskId] = set()
+        self._transfers: set[TransferId] = set()
         self._heard = 0.0
+        self._ask_error: Exception | None = None
 
     # Coming up.
 
@@ -62,27 +77,51 @@ class TierPort:
         return self.state is PortState.OFF and now >= self.retry_at
 
     def start(self, now: float) -> None:
-        """Open the tier. May take a while for a tier in a thread: call it without the store's lock."""
+        """`begin`, `open` and `attach` at once."""
+        self.begin()
+        self.attach(self.open(), now)
+
+    def begin(self) -> None:
+        """From now on until `attach` it is being opened."""
+        self.state = PortState.STARTING
+
+    def open(self) -> Tier | Exception:
+        """Open the tier, or say why not. May take a while for a tier in a thread: call it without a lock."""
         try:
-            tier = self._open_tier()
-        except Exception as error:  # noqa: BLE001 - whatever a tier raises is the tier's failure, not the engine's
-            self._off(error, now)
-            return
-        self._tier, self.state, self._heard = tier, PortState.OPENING, now
+            return self._open_tier()
+        except Exception as error:  # noqa: BLE001 - whatever a tier raises is the tier's failure
+            return error
+
+    def attach(self, opened: Tier | Exception, now: float) -> None:
+        """Take over what `open` gave; a port that is being closed takes it over for its close."""
+        if isinstance(opened, Exception):
+            self._off(_without_frames(opened), now)
+        else:
+            self._tier, self.state, self._heard = opened, PortState.OPENING, now
 
     # The driver.
 
     def fileno(self) -> int | None:
         """A descriptor to wait on, or None while there is nothing to wait for."""
-        return self._tier.fileno() if self._tier is not None and self.state is not PortState.LOST else None
+        if self._tier is None or self.state not in (PortState.OPENING, PortState.UP):
+            return None
+        try:
+            return self._tier.fileno()
+        except Exception:  # noqa: BLE001 - nothing to wait on; its poll says what is wrong with it
+            return None
 
     @property
     def is_open(self) -> bool:
-        """Opening, up, or lost and not dead yet."""
-        return self._tier is not None
+        """Something of it is there: it is being opened, up, closing, or lost and not dead yet."""
+        return self._tier is not None or self.state is PortState.STARTING
 
     def counts(self) -> dict[str, int]:
-        counts = dict(self._tier.counts()) if self._tier is not None else {}
+        counts: dict[str, int] = {}
+        if self._tier is not None and self.state is PortState.UP:
+            try:
+                counts = dict(self._tier.counts())
+            except Exception:  # a tier that cannot count may still do its work
+                log.debug("tier %s: its counters cannot be read", self.name, exc_info=True)
         return counts | {"up_count": int(self.state is PortState.UP), "losses_count": self.losses_count}
 
     def ask(self, effect: fx.Ask, now: float) -> list[ev.Event]:
@@ -109,39 +148,63 @@ class TierPort:
 
     def pump(self, now: float) -> list[ev.Event]:
         """What has happened since. Never blocks."""
-        if self._tier is None:
-            return []
         if self.state is PortState.LOST:
             return self._bury(now)
+        if self.state not in (PortState.OPENING, PortState.UP):
+            return []
+        events: list[ev.Event] = []
         try:
-            events = self._heard_events(now)
+            self._hear(now, events)
         except Exception as error:  # noqa: BLE001 - whatever a tier raises is the tier's failure
-            return self._lose(error, now)
+            return [*events, *self._lose(error, now)]
         waiting = bool(self._asks or self._transfers)
-        limit = OPENING_S_MAX if self.state is PortState.OPENING else SILENT_S_MAX
+        limit = self.opening_s_max if self.state is PortState.OPENING else self.silent_s_max
         if (waiting or self.state is PortState.OPENING) and now - self._heard > limit:
             return [*events, *self._lose(TimeoutError(f"nothing heard for {limit:g} s"), now)]
         return events
 
     def ask_stop(self) -> None:
-        if self._tier is not None:
+        """Begin to stop; from now on only `close` deals with the tier."""
+        if self.state is not PortState.STARTING:
+            self.state = PortState.CLOSING
+        if self._tier is None:
+            return
+        try:
             self._tier.ask_stop()
+        except Exception as error:  # noqa: BLE001 - its siblings are asked all the same; told by `close`
+            self._ask_error = _without_frames(error)
 
     def close(self, deadline: Deadline, now: float) -> tuple[CloseReport, list[ev.Event]]:
-        """End it by `deadline`; also what it still had to say, and its death if it is confirmed."""
-        tier = self._tier
-        if tier is None:
+        """End it by `deadline`; also what it still had to say, and its death if it is confirmed.
+
+        A tier that is not there is closed. Called again: tries what is left.
+        """
+        began = time.monotonic()
+        if self.state is PortState.STARTING:
+            report = CloseReport(self.name, Outcome.RUNNING, Memory.KEPT, cause="it is still being opened")
+            return report, []
+        if self._tier is None:
             self.state = PortState.CLOSED
             return CloseReport(self.name), []
-        report = tier.close(deadline)
+        self.state = PortState.CLOSING
+        try:
+            report = self._tier.close(deadline)
+        except Exception as error:
+            log.exception("tier %s failed to close (%s)", self.name, type(error).__name__)
+            report = CloseReport(self.name, Outcome.FAILED, Memory.KEPT, cause=f"its close raised {error!r}")
+            report.error, report.seconds = _without_frames(error), time.monotonic() - began
+            return report, []
         report.name = self.name
+        if self._ask_error is not None:
+            report.error, self._ask_error = report.error or self._ask_error, None
+            report.cause = report.cause or f"its ask_stop raised {report.error!r}"
+            report.ended = Outcome.FAILED if report.ended is Outcome.CLEAN else report.ended
         events: list[ev.Event] = []
-        if self.state is not PortState.LOST:
-            try:
-                events = self._heard_events(now)
-            except Exception:  # noqa: BLE001 - a tier that is closed may refuse to be polled: nothing is lost
-                events = []
-        if report.memory is Memory.FREED and not report.memory_kept:
+        try:
+            self._hear(now, events)
+        except Exception:  # a tier that is closed may refuse to be polled: nothing is lost
+            log.debug("tier %s: nothing to hear after its close", self.name, exc_info=True)
+        if not report.memory_kept:
             events.append(ev.TierDead(now, self.name))
             self._tier, self.state = None, PortState.CLOSED
         return report, events
@@ -151,7 +214,7 @@ class TierPort:
     def _try(
         self,
         act: Callable[[Tier], None],
-        out: dict[int, int],
+        out: set[int],
         number: int,
         refused: ev.TierAnswered | ev.TierEnded,
         now: float,
@@ -166,20 +229,20 @@ class TierPort:
         except Refused:
             return [refused]
         except Exception as error:  # noqa: BLE001 - whatever a tier raises is the tier's failure
-            return [refused, *self._lose(error, now)]
-        out[number] = 1
+            return self._lose(error, now)  # it may have begun: the rows are its own until its death
+        out.add(number)
         return []
 
-    def _heard_events(self, now: float) -> list[ev.Event]:
+    def _hear(self, now: float, events: list[ev.Event]) -> None:
+        """Add what the tier has to say to `events`."""
         assert self._tier is not None
-        events: list[ev.Event] = []
         for notice in self._tier.poll():
             self._heard = now
             if isinstance(notice, Held):
-                self._asks.pop(notice.ask, None)
+                self._asks.discard(notice.ask)
                 events.append(ev.TierAnswered(now, self.name, notice.ask, notice.held))
             elif isinstance(notice, Ended):
-                self._transfers.pop(notice.transfer, None)
+                self._transfers.discard(notice.transfer)
                 events.append(ev.TierEnded(now, self.name, notice.transfer, notice.causes))
         if self.state is PortState.OPENING and self._tier.ready:
             self.state, self._heard = PortState.UP, now
@@ -188,21 +251,27 @@ class TierPort:
                 log.info("tier %s is up again", self.name)
             self.error = None
             events.append(ev.TierUp(now, self.name))
-        return events
 
     def _lose(self, error: Exception, now: float) -> list[ev.Event]:
         was_up = self.state is PortState.UP
-        self.state, self.error = PortState.LOST, error
+        told = self.error is not None and str(self.error) == str(error)
+        log.debug("tier %s raised", self.name, exc_info=error)
+        if not told:
+            log.warning("tier %s is switched off: %s", self.name, _words(error))
+        self.state, self.error = PortState.LOST, _without_frames(error)
         self.losses_count += 1
         self._asks.clear()
         self._transfers.clear()
-        log.warning("tier %s is switched off: %s", self.name, error)
         return [*([ev.TierLost(now, self.name)] if was_up else []), *self._bury(now)]
 
     def _bury(self, now: float) -> list[ev.Event]:
         """Confirm the death of a lost tier, if it has come."""
         assert self._tier is not None
-        if not self._tier.give_up():
+        try:
+            if not self._tier.give_up():
+                return []
+        except Exception:  # nobody knows what still runs: its rows stay out of use, and it is tried again
+            log.debug("tier %s: it cannot be ended", self.name, exc_info=True)
             return []
         self._tier = None
         self._off(self.error, now)
@@ -211,10 +280,26 @@ class TierPort:
     def _off(self, error: Exception | None, now: float) -> None:
         pause_s = self._pause.next(now)
         if self.error is None or str(self.error) != str(error):
-            log.warning("tier %s is off: %s; tried again in %.1f s, then less often", self.name, error, pause_s)
-        self.state, self.error, self.retry_at = PortState.OFF, error, now + pause_s
+            words = _words(error)
+            log.warning("tier %s is off: %s; tried again in %.1f s, then less often", self.name, words, pause_s)
+        self.error = error
+        self.state, self.retry_at = PortState.OFF, now + pause_s
 
     @property
     def config_error(self) -> ConfigError | None:
         """What a human must change before this tier can come up."""
         return self.error if isinstance(self.error, ConfigError) else None
+
+
+def _words(error: Exception | None) -> str:
+    """An error that is not written for humans is told with its type."""
+    return str(error) if isinstance(error, (KVTierError, OSError)) and str(error) else repr(error)
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Let go of what the frames of its tracebacks look at: rows of the region above all."""
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__
+    return error
