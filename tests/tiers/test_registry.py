@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -42,10 +43,14 @@ def test_a_type_can_be_named_by_its_module() -> None:
 
 def test_a_type_can_come_from_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [EntryPoint("toy", FAKE, registry.GROUP)]
-    monkeypatch.setattr(registry, "entry_points", lambda group: points if group == registry.GROUP else [])
-    assert registry.config_type("toy") is FakeConfig
-    assert registry.tier_types() == ["disk", "toy"]
-    assert registry.tier_options() == {"disk": DiskConfig, "toy": FakeConfig}
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points if group == registry.GROUP else [])
+    registry._entry_points.cache_clear()
+    try:
+        assert registry.config_type("toy") is FakeConfig
+        assert registry.tier_types() == ["disk", "toy"]
+        assert registry.tier_options() == {"disk": DiskConfig, "toy": FakeConfig}
+    finally:
+        registry._entry_points.cache_clear()
 
 
 def test_an_unknown_type_names_the_nearest_and_all() -> None:
