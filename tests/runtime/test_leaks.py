@@ -6,7 +6,7 @@ import pytest
 
 # One leak a test, each undone by the next module's end or by the process's; `kept` holds what must stay.
 LEAKING = """
-import gc, mmap, os, socket, subprocess, sys, tempfile, threading
+import gc, mmap, os, socket, subprocess, sys, tempfile, threading, time
 import pytest
 from kvtier.runtime.scope import Scope
 from kvtier.testing import leaks
@@ -24,8 +24,10 @@ def test_zombie():
     os.waitid(os.P_PID, kept[-1].pid, os.WEXITED | os.WNOWAIT)
 def test_grandchild():
     kept.append(subprocess.Popen(["sh", "-c", "sleep 61; true"], stdout=subprocess.DEVNULL))
-    while not any(words.endswith("(sleep 61)") for words in leaks.take()["child process"].values()):
-        pass
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        if any(words.endswith("(sleep 61)") for words in leaks.take()["child process"].values()):
+            break
 def test_mapping():
     fd = os.memfd_create("kvtier-region")
     os.truncate(fd, 8192)
