@@ -213,15 +213,21 @@ def test_a_start_without_a_thread_left_leaves_nothing(monkeypatch: pytest.Monkey
 
 
 def test_a_loop_sees_the_stop_in_its_poll():
+    seen: list[bool] = []
+    looked = threading.Event()
+
     def run(stop: Stop) -> None:
-        assert not stop.asked
+        seen.append(stop.asked)
+        looked.set()
         assert select.select([stop], [], [], PATIENCE_S)[0]
-        assert stop.asked
+        seen.append(stop.asked)
 
     loop = Loop("l", run).start()
+    assert looked.wait(PATIENCE_S)
     assert loop.alive
     report = loop.close(Deadline.after(PATIENCE_S))
     assert report.clean
+    assert seen == [False, True]
     assert not loop.alive
     assert loop.close(Deadline.after(0)).clean
 

@@ -4,10 +4,11 @@ Loaded with `-p kvtier.testing.leaks`. An autouse fixture compares before and af
 with one line a leak:
 
 * open descriptors, Python threads, native threads, child processes with all below them,
-* mappings of memfds and of files in /dev/shm, the listing of /dev/shm, temp files named `kvt*`,
+* mappings of memfds and of files in /dev/shm, the listing of /dev/shm, temp files,
 * abstract Unix sockets of ours with "kvtier" in their name,
 * scopes that were dropped instead of closed.
 
+A run gets a temp folder of its own, so that whatever appears there is its own; `tmp_path` stays where it was.
 What is on its way out gets `GRACE_S` to go. A test that leaves something on purpose says so:
 `@pytest.mark.leaks_ok("reason")`. A test that failed is not checked: its traceback holds its locals.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -31,11 +33,15 @@ GRACE_S = 1.0
 
 # vLLM's message queues and Python's own semaphores: not ours, and their owners outlive a test.
 _SHM_IGNORED = ("psm_", "sem.mp-")
+# A compiler's cache, kept across tests by torch.
+_TEMP_IGNORED = ("torchinductor_",)
 # pytest and hypothesis keep these open across tests.
 _TARGETS_IGNORED = ("/.pytest_cache/", "/.hypothesis/", "/dev/urandom")
 _THREADS_IGNORED = ("pytest_timeout",)
 
 _failed = pytest.StashKey[bool]()
+_temp_before = pytest.StashKey[tuple[str | None, dict[str, str | None]]]()
+_TEMP_VARIABLES = ("TMPDIR", "PYTEST_DEBUG_TEMPROOT")
 
 
 Kind = dict[object, str]
@@ -52,8 +58,8 @@ def take() -> dict[str, Kind]:
         "native thread": _native_threads(python_threads),
         "child process": _children(),
         "mapping": _mappings(),
-        "name in /dev/shm": _listing("/dev/shm", ""),
-        "temp file": _listing(tempfile.gettempdir(), "kvt"),
+        "name in /dev/shm": _listing("/dev/shm", _SHM_IGNORED),
+        "temp file": _listing(tempfile.gettempdir(), _TEMP_IGNORED),
         "abstract socket": _abstract_sockets(descriptors),
         "scope dropped, not closed": dict(enumerate(scope.dropped)),
     }
@@ -122,16 +128,12 @@ def _mappings() -> Kind:
     return {(name, size): f"{name}, {size} bytes" for name, size in sizes.items()}
 
 
-def _listing(folder: str, prefix: str) -> Kind:
+def _listing(folder: str, ignored: tuple[str, ...]) -> Kind:
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
         return {}
-    return {
-        f"{folder}/{name}": f"{folder}/{name}"
-        for name in names
-        if name.startswith(prefix) and not name.startswith(_SHM_IGNORED)
-    }
+    return {name: f"{folder}/{name}" for name in names if not name.startswith(ignored)}
 
 
 def _abstract_sockets(descriptors: Kind) -> Kind:
@@ -178,6 +180,20 @@ def _new(before: dict[str, Kind]) -> list[tuple[str, str]]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "leaks_ok(reason): this test leaves something behind on purpose")
+    config.stash[_temp_before] = (tempfile.tempdir, {name: os.environ.get(name) for name in _TEMP_VARIABLES})
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # where pytest keeps its tmp_path
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="kvtier-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    folder = tempfile.gettempdir()
+    tempfile.tempdir, variables = config.stash[_temp_before]
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.hookimpl(wrapper=True)
