@@ -105,6 +105,8 @@ class Driver:
         self.ended: dict[int, list[Cause]] = {}
         self.held: dict[int, list[bool]] = {}
         self.evicted: list[bytes] = []
+        self.log: list[TierNotice] = []
+        """every notice, in order"""
         self._asks: set[int] = set()
         self._number = 0
 
@@ -172,6 +174,7 @@ class Driver:
             self.poll()
 
     def _take(self, notice: TierNotice) -> None:
+        self.log.append(notice)
         if isinstance(notice, Ended):
             assert notice.transfer in self.transfers or notice.transfer == self._number, "an end of nothing"
             assert notice.transfer not in self.ended, f"transfer {notice.transfer} ended twice"

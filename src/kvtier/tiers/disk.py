@@ -25,7 +25,7 @@ from kvtier.runtime.worker import Failed, Flag, Worker
 from kvtier.tiers import disk_format as fmt
 from kvtier.tiers.base import Cause, Direction, Ended, Evicted, Held, Tier, TierNotice, TierTransfer
 from kvtier.tiers.disk_config import DiskConfig
-from kvtier.tiers.disk_extent import Extent, probe_direct
+from kvtier.tiers.disk_extent import Block, Extent, probe_direct
 from kvtier.tiers.disk_index import Index
 from kvtier.tiers.disk_io import DiskIO, Grow, Grown, Move, Moved, Sync, Synced
 from kvtier.tiers.disk_lock import EngineDirectory, take_directory
@@ -40,12 +40,14 @@ _SPARE_ITEMS = 64
 class _Transfer:
     """A transfer that has not ended: the causes so far, and how many are open."""
 
-    __slots__ = ("causes", "left", "of")
+    __slots__ = ("causes", "holds", "left", "of")
 
     def __init__(self, of: TierTransfer) -> None:
         self.of = of
         self.causes: list[Cause | None] = [None] * len(of.keys)
         self.left = len(of.keys)
+        self.holds: list[tuple[int, Block]] = []
+        """blocks of a demotion that are there already; they stay until it ends, so that it ends with the truth"""
 
 
 _Wanted = tuple[_Transfer, int]
@@ -255,9 +257,9 @@ class DiskTier(Tier):
 
     def _demote(self, moving: _Transfer, i: int) -> None:
         of, key = moving.of, moving.of.keys[i]
-        if self._index.touch(of.size_class, key):
-            self._counts["known"] += 1
-            self._end(moving, i, Cause.OK)
+        known = self._index.pin(of.size_class, key)
+        if known is not None:
+            self._end_known(moving, i, known)
         elif key in self._writing:
             self._writing[key].append((moving, i))
         else:
@@ -281,16 +283,24 @@ class DiskTier(Tier):
         else:
             self._end_write(moving, i, Cause.FULL)
 
+    def _end_known(self, moving: _Transfer, i: int, block: Block) -> None:
+        moving.holds.append((i, block))
+        self._counts["known"] += 1
+        self._end(moving, i, Cause.OK)
+
     def _end_write(self, moving: _Transfer, i: int, cause: Cause) -> None:
         """A demotion ended; those of the same key that waited for it end too, or begin."""
-        followers = self._writing.pop(moving.of.keys[i])
+        size_class, key = moving.of.size_class, moving.of.keys[i]
+        followers = self._writing.pop(key)
+        for other, j in followers if cause is Cause.OK else ():
+            block = self._index.pin(size_class, key)
+            assert block is not None, "it was written, and its transfer still holds it"
+            self._end_known(other, j, block)
+        for other, j in followers if cause is Cause.FULL else ():
+            self._end(other, j, cause)
         self._end(moving, i, cause)
-        if cause in (Cause.OK, Cause.FULL):
-            for other, j in followers:
-                self._counts["known"] += cause is Cause.OK
-                self._end(other, j, cause)
-        elif followers:
-            self._writing[moving.of.keys[i]] = followers
+        if followers and cause not in (Cause.OK, Cause.FULL):
+            self._writing[key] = followers
             self._place(*followers.popleft())
 
     def _end(self, moving: _Transfer, i: int, cause: Cause) -> None:
@@ -309,7 +319,13 @@ class DiskTier(Tier):
 
     def _end_transfer(self, moving: _Transfer) -> None:
         del self._transfers[moving.of.id]
+        for i, block in moving.holds:
+            if block.dead:  # a promotion found it wrong meanwhile, or its file was removed
+                moving.causes[i] = Cause.ABSENT
+                self._counts[Cause.ABSENT] += 1
         self._notice(Ended(moving.of.id, [cause for cause in moving.causes if cause is not None]))
+        for _, block in moving.holds:
+            self._index.unpin(block)
 
     # What the threads did
 
@@ -337,6 +353,7 @@ class DiskTier(Tier):
             self._end(moving, job.index, cause)
         elif cause is Cause.OK:
             self._index.written(job.block)
+            moving.holds.append((job.index, job.block))
             self._dirty.add(job.block.extent)
             self._counts["stored"] += 1
             self._end_write(moving, job.index, cause)

@@ -92,19 +92,8 @@ class Index:
     def has(self, key: bytes) -> bool:
         return any(key in shelf.idle or key in shelf.busy for shelf in self.by_class)
 
-    def touch(self, size_class: int, key: bytes) -> bool:
-        """Whether `key` is known; if so it counts as just used."""
-        shelf = self.by_class[size_class]
-        block = shelf.idle.get(key) or shelf.busy.get(key)
-        if block is None:
-            return False
-        self._use(block)
-        if key in shelf.idle:
-            shelf.idle.move_to_end(key)
-        return True
-
     def pin(self, size_class: int, key: bytes) -> Block | None:
-        """The block of `key` for a read, not to be evicted until `unpin`."""
+        """The block of `key`, just used and not to be evicted until `unpin`; None where it is not known."""
         shelf = self.by_class[size_class]
         block = shelf.idle.pop(key, None)
         if block is not None:
@@ -118,7 +107,7 @@ class Index:
         return block
 
     def unpin(self, block: Block) -> None:
-        """The end of a read."""
+        """The end of one use."""
         self._left(block.extent)
         block.readers -= 1
         if block.readers < 0:
@@ -168,14 +157,14 @@ class Index:
         return self.by_class[size_class].growing
 
     def written(self, block: Block) -> None:
-        """The slot from `reserve` holds its block."""
+        """The slot from `reserve` holds its block, which is known from now on, and pinned once."""
         extent = block.extent
-        self._left(extent)
-        if extent.gone:
-            return
-        extent.blocks[block.slot] = block
-        extent.stamps_sum += block.stamp
-        self._shelves[extent.slot_bytes].idle[block.key] = block
+        block.readers = 1
+        block.dead = extent.gone
+        if not extent.gone:
+            extent.blocks[block.slot] = block
+            extent.stamps_sum += block.stamp
+            self._shelves[extent.slot_bytes].busy[block.key] = block
 
     def unwritten(self, block: Block) -> None:
         """The slot from `reserve` holds nothing."""
