@@ -11,7 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-from engine_bench import Bench  # noqa: E402 - found only from here on
+from engine_bench import Bench
 
 
 @pytest.fixture

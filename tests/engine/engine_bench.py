@@ -107,3 +107,9 @@ def disk(path: Path, *, process: bool = False, **more: Any) -> dict[str, Any]:
 
 def config(*tiers: dict[str, Any], host: str = "256KiB", **more: Any) -> dict[str, Any]:
     return {"host": {"size": host}, "tiers": list(tiers), **more}
+
+
+def fault(name: str, *, process: bool, switch: Path | None = None, **faults: str) -> dict[str, Any]:
+    """A tier that fails at these points, while the file `switch` exists where one is given."""
+    on = {"switch": str(switch)} if switch is not None else {}
+    return {"type": FAULT, "name": name, "process": process, "faults": faults, **on}

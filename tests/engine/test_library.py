@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_bench import BLOCK_TOKENS, FAULT, Bench, config, disk
+from engine_bench import BLOCK_TOKENS, Bench, config, disk, fault
 
 import kvtier
 from kvtier.testing import leaks
@@ -48,7 +48,7 @@ def test_the_longest_stored_prefix_is_found(bench: Open, per_block: int) -> None
     for layer, page in enumerate(b.pages):
         assert np.array_equal(page[rows[: 5 * per_block]], b.pattern(layer, 5, 0))
         assert not page[rows[5 * per_block :]].any()
-    assert b.cache.load([7] + b.tokens(5)[1:], rows) == 0
+    assert b.cache.load([7, *b.tokens(5)[1:]], rows) == 0
     assert b.get(3) == 3 * BLOCK_TOKENS
 
 
@@ -67,7 +67,7 @@ def test_prompts_of_another_salt_are_not_found(bench: Open) -> None:
 
 
 @pytest.mark.parametrize("process", [False, True])
-def test_prompts_of_another_namespace_are_not_found_on_the_same_disk(bench: Open, tmp_path: Path, process: bool) -> None:
+def test_another_namespace_is_not_found_on_the_same_disk(bench: Open, tmp_path: Path, process: bool) -> None:
     b = bench(config(disk(tmp_path, process=process)), namespace="one")
     b.put(4)
     assert b.cache.settle()
@@ -275,17 +275,7 @@ def test_an_interrupt_in_a_wait_leaves_no_lease(bench: Open, monkeypatch: pytest
 def test_a_tier_that_cannot_be_opened_for_a_wrong_value_refuses_the_start() -> None:
     for process in (False, True):
         with pytest.raises(kvtier.ConfigError, match="open: give another bucket"):
-            Bench(
-                config(
-                    {
-                        "type": FAULT,
-                        "name": "far",
-                        "process": process,
-                        "faults": {"open": "config_error"},
-                        "say": "give another bucket",
-                    }
-                )
-            )
+            Bench(config({**fault("far", process=process, open="config_error"), "say": "give another bucket"}))
 
 
 def _run(code: str) -> subprocess.CompletedProcess[str]:

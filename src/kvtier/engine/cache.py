@@ -58,7 +58,7 @@ class Cache:
             done = self._run(lambda: not store.stores_out(request), wait_s)
         finally:
             store.gone(request)
-        return taken * self._block_tokens if done else 0
+        return taken * self._block_tokens if done and store.off is None else 0
 
     def load(self, tokens: ArrayLike, blocks: Sequence[int], *, salt: bytes = b"", wait_s: float = WAIT_S) -> int:
         """Copy the longest stored prefix of this prompt into `pages`, block i into row `blocks[i]`.

@@ -161,11 +161,22 @@ def _driver(config: Config, groups: Sequence[Group], region: Region, table: Regi
             lookup_timeout_s=config.lookup_timeout_s,
         )
     )
-    ports = [TierPort(tier.name, _opener(tier, region, table.layout, namespace)) for tier in config.tiers]
+    ports = [_port(tier, region, table.layout, namespace) for tier in config.tiers]
     return Driver(core, ports, engine_blocks_per_block=config.engine_blocks_per_block)
 
 
-def _opener(tier: TierConfig, region: Region, layout: Layout, namespace: bytes) -> Callable[[], Tier]:
+def _port(tier: TierConfig, region: Region, layout: Layout, namespace: bytes) -> TierPort:
     if tier.process:
-        return lambda: ProcessTier.start(tier, region, layout, namespace)
-    return lambda: open_tier(tier, Rows(region.array, layout), namespace)
+        return TierPort(tier.name, lambda: ProcessTier.start(tier, region, layout, namespace))
+    rows: list[Rows] = []
+
+    def open_here() -> Tier:
+        rows[:] = [Rows(region.array, layout)]
+        return open_tier(tier, rows[0], namespace)
+
+    def let_go() -> None:
+        """What still refers to the dead tier must not keep the region mapped."""
+        while rows:
+            rows.pop().close()
+
+    return TierPort(tier.name, open_here, let_go=let_go)

@@ -45,13 +45,15 @@ class PortState(Enum):
 
 
 class TierPort:
-    """Supervises one tier. `open_tier` starts it; it may raise whatever the tier raises."""
+    """Supervises one tier. `open_tier` starts it, and may raise whatever the tier raises; `let_go` is called once
+    nothing of it is left."""
 
     def __init__(
         self,
         name: TierName,
         open_tier: Callable[[], Tier],
         *,
+        let_go: Callable[[], None] | None = None,
         silent_s_max: float = SILENT_S_MAX,
         opening_s_max: float = OPENING_S_MAX,
     ) -> None:
@@ -64,6 +66,7 @@ class TierPort:
         self.retry_at = 0.0
         self.losses_count = 0
         self._open_tier = open_tier
+        self._let_go = let_go
         self._pause = Pause()
         self._tier: Tier | None = None
         self._asks: set[AskId] = set()
@@ -95,6 +98,7 @@ class TierPort:
     def attach(self, opened: Tier | Exception, now: float) -> None:
         """Take over what `open` gave; a port that is being closed takes it over for its close."""
         if isinstance(opened, Exception):
+            self._gone(PortState.OFF)
             self._off(_without_frames(opened), now)
         else:
             self._tier, self.state, self._heard = opened, PortState.OPENING, now
@@ -206,7 +210,7 @@ class TierPort:
             log.debug("tier %s: nothing to hear after its close", self.name, exc_info=True)
         if not report.memory_kept:
             events.append(ev.TierDead(now, self.name))
-            self._tier, self.state = None, PortState.CLOSED
+            self._gone(PortState.CLOSED)
         return report, events
 
     # Inside.
@@ -273,9 +277,14 @@ class TierPort:
         except Exception:  # nobody knows what still runs: its rows stay out of use, and it is tried again
             log.debug("tier %s: it cannot be ended", self.name, exc_info=True)
             return []
-        self._tier = None
+        self._gone(PortState.OFF)
         self._off(self.error, now)
         return [ev.TierDead(now, self.name)]
+
+    def _gone(self, state: PortState) -> None:
+        self._tier, self.state = None, state
+        if self._let_go is not None:
+            self._let_go()
 
     def _off(self, error: Exception | None, now: float) -> None:
         pause_s = self._pause.next(now)

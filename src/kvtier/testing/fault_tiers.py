@@ -70,6 +70,7 @@ class FaultTier(FakeTier):
     def __init__(self, config: FaultConfig, rows: Rows, namespace: bytes, name: TierName) -> None:
         super().__init__(rows, namespace, name=name, config=FakeConfig())
         self._faults = config
+        self._in_close = False
 
     @property
     def ready(self) -> bool:
@@ -109,11 +110,13 @@ class FaultTier(FakeTier):
         return super().counts()
 
     def ask_stop(self) -> None:
-        fault(self._faults, Point.ASK_STOP)
+        if not self._in_close:  # only as a call from outside
+            fault(self._faults, Point.ASK_STOP)
         super().ask_stop()
 
     def close(self, deadline: Deadline) -> CloseReport:
         fault(self._faults, Point.CLOSE)
+        self._in_close = True
         return super().close(deadline)
 
 
