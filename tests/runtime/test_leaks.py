@@ -12,6 +12,8 @@ from kvtier.runtime.scope import Scope
 from kvtier.testing import leaks
 
 leaks.GRACE_S = 0.1
+leaks.SHM_FOLDER = os.getcwd() + "/shm"  # not the machine's: other runs would see it as their leak
+os.mkdir(leaks.SHM_FOLDER)
 kept = []
 go = threading.Event()
 
@@ -37,7 +39,7 @@ def test_native_thread():
     import _thread
     kept.append(_thread.start_new_thread(go.wait, ()))
 def test_shm_name():
-    kept.append(tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="leak_", delete=False).name)
+    kept.append(tempfile.NamedTemporaryFile(dir=leaks.SHM_FOLDER, prefix="leak_", delete=False).name)
 def test_temp_file():
     fd, name = tempfile.mkstemp(prefix="kvtier-")
     os.close(fd)
@@ -64,7 +66,7 @@ def test_fails():
     assert False
 def test_ignored():
     kept.append(open("/dev/urandom"))
-    kept.append(tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="psm_", delete=False).name)
+    kept.append(tempfile.NamedTemporaryFile(dir=leaks.SHM_FOLDER, prefix="psm_", delete=False).name)
 
 def teardown_module():
     go.set()
@@ -84,7 +86,7 @@ FOUND = {
     "test_grandchild": "child process: *(sleep 61)",
     "test_mapping": "mapping: /memfd:kvtier-region *8192 bytes",
     "test_native_thread": "native thread: tid *",
-    "test_shm_name": "name in /dev/shm: /dev/shm/leak_*",
+    "test_shm_name": "name in /dev/shm: */shm/leak_*",
     "test_temp_file": "temp file: */kvtier-*",
     "test_abstract_socket": "abstract socket: @kvtier-test-*",
     "test_dropped_scope": "scope dropped, not closed: forgotten",

@@ -30,6 +30,7 @@ import pytest
 from kvtier.runtime import scope
 
 GRACE_S = 1.0
+SHM_FOLDER = "/dev/shm"
 
 # vLLM's message queues and Python's own semaphores: not ours, and their owners outlive a test.
 _SHM_IGNORED = ("psm_", "sem.mp-")
@@ -58,7 +59,7 @@ def take() -> dict[str, Kind]:
         "native thread": _native_threads(python_threads),
         "child process": _children(),
         "mapping": _mappings(),
-        "name in /dev/shm": _listing("/dev/shm", _SHM_IGNORED),
+        "name in /dev/shm": _listing(SHM_FOLDER, _SHM_IGNORED),
         "temp file": _listing(tempfile.gettempdir(), _TEMP_IGNORED),
         "abstract socket": _abstract_sockets(descriptors),
         "scope dropped, not closed": dict(enumerate(scope.dropped)),
