@@ -8,7 +8,7 @@ import pytest
 from kvtier.errors import ConfigError, Refused
 from kvtier.memory.layout import PageLayout, Rows, plan_layout
 from kvtier.transfer import move
-from kvtier.transfer.base import RankTransfer, Way
+from kvtier.transfer.base import SKIP, RankTransfer, Way
 from kvtier.transfer.move import Mover
 from kvtier.transfer.pages import NumpyPages
 
@@ -124,3 +124,31 @@ def test_size_classes_have_pages_of_their_own() -> None:
     assert not rows.table(0).any()
     assert (rows.table(1)[3, :5000] == 2).all()
     assert rows.table(1).sum() == 2 * 5000
+
+
+def test_a_load_leaves_out_the_pages_that_the_device_has(engine_blocks: int) -> None:
+    world = World(engine_blocks)
+    slots = [1, 2, 3]
+    stored_from = block_ids(slots, engine_blocks, step=3)
+    loaded_to = block_ids(slots, engine_blocks, step=4)[::-1]
+    world.mover.move(world.transfer(Way.STORE, stored_from, slots))
+    before = [layer.copy() for layer in world.pages.layers]
+    skipped = [SKIP, *loaded_to[1:]]
+    transfer = world.transfer(Way.LOAD, skipped, slots)
+    world.mover.check(transfer)
+    world.mover.move(transfer)
+    for layer, old in zip(world.pages.layers, before, strict=True):
+        expected = old.copy()
+        expected[loaded_to[1:]] = old[stored_from[1:]]
+        assert (layer == expected).all()
+
+
+def test_a_load_of_nothing_but_left_out_pages_and_a_store_with_one() -> None:
+    world = World(1)
+    nothing = world.transfer(Way.LOAD, [SKIP, SKIP], [0, 1])
+    world.mover.check(nothing)
+    before = [layer.copy() for layer in world.pages.layers]
+    world.mover.move(nothing)
+    assert all((a == b).all() for a, b in zip(world.pages.layers, before, strict=True))
+    with pytest.raises(Refused, match="engine block"):
+        world.mover.check(world.transfer(Way.STORE, [SKIP, 1], [0, 1]))

@@ -16,10 +16,7 @@ from kvtier.core.store import StoreCore
 from kvtier.engine.tier_port import TierPort
 from kvtier.engine.work import LoadWork, StepWork
 from kvtier.errors import CoreBug
-from kvtier.transfer.base import RankEnd, RankTransfer, Way
-
-SKIP = -1
-"""in place of an engine block's id: this page is on the device already"""
+from kvtier.transfer.base import SKIP, RankEnd, RankTransfer, Way
 
 
 class Driver:

@@ -29,7 +29,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import kvtier
 from kvtier.core.ids import KEY_BYTES
 from kvtier.errors import Closed, ConfigError, CoreBug, Refused, TierBroken
 from kvtier.runtime.deadline import Deadline
@@ -364,7 +363,7 @@ def _stderr() -> int:
 def _environment() -> dict[str, str]:
     """Ours, and the folder of this kvtier if the child would not find it by itself."""
     env = dict(os.environ)
-    root = os.path.dirname(os.path.dirname(os.path.abspath(kvtier.__file__)))
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     found = (*site.getsitepackages(), site.getusersitepackages())
     if os.path.realpath(root) not in map(os.path.realpath, found):
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))

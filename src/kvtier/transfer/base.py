@@ -21,6 +21,9 @@ from kvtier.errors import TierBroken
 from kvtier.runtime.deadline import Deadline
 from kvtier.runtime.report import CloseReport
 
+SKIP = -1
+"""in place of an engine block's id: the device has this page already, the copy leaves it out"""
+
 OK = "ok"
 CANCELLED = "cancelled"
 
@@ -35,7 +38,8 @@ class Way(StrEnum):
 class RankTransfer(msgspec.Struct, frozen=True, gc=False):
     """One rank's part of moving `len(slots)` blocks of one size class.
 
-    `blocks`: engine block ids on the device, `engine_blocks_per_block` of them for each slot, in order.
+    `blocks`: engine block ids on the device, `engine_blocks_per_block` of them for each slot, in order; a load
+    may have `SKIP` among them.
     """
 
     id: TransferId

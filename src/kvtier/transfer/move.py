@@ -15,7 +15,7 @@ import xxhash
 
 from kvtier.errors import ConfigError, Refused
 from kvtier.memory.layout import Bytes, PageLayout, Rows
-from kvtier.transfer.base import RankTransfer, Way
+from kvtier.transfer.base import SKIP, RankTransfer, Way
 from kvtier.transfer.pages import NumpyPages
 
 SMALL_BYTES = 8192
@@ -58,8 +58,11 @@ class Mover:
                 f"transfer {transfer.id}: {len(transfer.blocks)} engine blocks for {len(transfer.slots)} slots, "
                 f"each takes {blocks_per_slot}"
             )
-        for what, ids, count in (("slot", transfer.slots, c.rows), ("engine block", transfer.blocks, pages.count)):
-            if min(ids) < 0 or max(ids) >= count:
+        blocks = transfer.blocks
+        if transfer.direction is Way.LOAD:
+            blocks = [block for block in blocks if block != SKIP]
+        for what, ids, count in (("slot", transfer.slots, c.rows), ("engine block", blocks, pages.count)):
+            if ids and (min(ids) < 0 or max(ids) >= count):
                 raise Refused(f"transfer {transfer.id}: a {what} outside of 0 to {count - 1}: {min(ids)}, {max(ids)}")
 
     def move(self, transfer: RankTransfer) -> None:
@@ -71,14 +74,18 @@ class Mover:
         is_store = transfer.direction is Way.STORE
         for nth in range(page_layout.engine_blocks):
             start = nth * page_layout.ranks * sum(page_layout.page_bytes)
-            into_at, out_at = (slots, blocks[:, nth]) if is_store else (blocks[:, nth], slots)
+            copied = np.flatnonzero(blocks[:, nth] != SKIP)
+            if not len(copied):
+                continue
+            rows_at, pages_at = slots[copied], blocks[copied, nth]
+            into_at, out_at = (rows_at, pages_at) if is_store else (pages_at, rows_at)
             runs = _runs(into_at, out_at)
             for layer, offset in zip(
                 self._pages[transfer.size_class].layers, self._offsets[transfer.size_class], strict=True
             ):
                 column = table[:, start + offset : start + offset + layer.shape[1]]
                 into, out = (column, layer) if is_store else (layer, column)
-                if layer.shape[1] >= SMALL_BYTES or len(runs) * 4 <= len(slots):
+                if layer.shape[1] >= SMALL_BYTES or len(runs) * 4 <= len(copied):
                     for to, source in runs:
                         into[to] = out[source]
                 else:
