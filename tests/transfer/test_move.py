@@ -84,7 +84,7 @@ def test_two_ranks_write_their_own_parts_of_one_row(engine_blocks: int) -> None:
         (1, [0], [0]),
         (-1, [0], [0]),
         (0, [BLOCKS], [0]),
-        (0, [-1], [0]),
+        (0, [-2], [0]),
         (0, [0], [ROWS]),
         (0, [0], [-1]),
         (0, [0, 1], [0]),

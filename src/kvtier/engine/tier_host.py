@@ -38,6 +38,8 @@ from kvtier.tiers.registry import open_tier
 SETUP_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 30.0
 """The parent's own deadline is shorter and ends with SIGKILL; this one is for a parent that was stopped."""
+FLUSH_TIMEOUT_S = 1.0
+"""For the last notices, when the parent does not read them at once."""
 COUNTS_EVERY_S = 1.0
 EVICTED_KEYS_MAX = 2048
 """Keys of one notice: below the message limit of the channel."""
@@ -151,7 +153,11 @@ def _close(channel: Channel, outgoing: _Outgoing, tier: Tier) -> int:
     try:
         _tell(outgoing, tier)
         outgoing.say(Counted(tier.counts()))
-        outgoing.flush()
+        deadline = Deadline.after(FLUSH_TIMEOUT_S)
+        while not outgoing.flush() and not deadline.expired:
+            poll = select.poll()
+            poll.register(channel.fileno(), select.POLLOUT)
+            poll.poll(deadline.left * 1000)
     except (TierBroken, OSError, ValueError):
         pass  # the parent is gone, or a closed tier has nothing to tell
     if not report.clean:
