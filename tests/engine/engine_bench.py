@@ -113,3 +113,11 @@ def fault(name: str, *, process: bool, switch: Path | None = None, **faults: str
     """A tier that fails at these points, while the file `switch` exists where one is given."""
     on = {"switch": str(switch)} if switch is not None else {}
     return {"type": FAULT, "name": name, "process": process, "faults": faults, **on}
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended; one that nobody has waited for counts."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True

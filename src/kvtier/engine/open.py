@@ -114,7 +114,8 @@ def open_scheduler_side(
     name = handover_name(engine_id, config.name)
     received = receive(name, deadline or Deadline.after(HANDOVER_TIMEOUT_S))
     with Scope.building("kvtier", close_timeout_s=config.close_timeout_s) as scope:
-        link = scope.own("rank link", RankLink(received.connection, received.pid), touches_memory=False)
+        # Kept, like the region, while the store waits for the rank: a second close must see the rank's end.
+        link = scope.own("rank link", RankLink(received.connection, received.pid), shared_memory=True)
         try:
             attached = Region.attach(received.fd, received.size_bytes)
         except BaseException:  # the descriptor is not the region's then
