@@ -13,6 +13,7 @@ import select
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class _Transfer:
         self.causes: list[Cause | None] = [None] * len(of.keys)
         self.left = len(of.keys)
         self.holds: list[tuple[int, Block]] = []
-        """blocks of a demotion that are there already; they stay until it ends, so that it ends with the truth"""
+        """its blocks so far, pinned until it ends: so that it ends with the truth, and their use counts as one"""
 
 
 _Wanted = tuple[_Transfer, int]
@@ -320,11 +321,13 @@ class DiskTier(Tier):
     def _end_transfer(self, moving: _Transfer) -> None:
         del self._transfers[moving.of.id]
         for i, block in moving.holds:
-            if block.dead:  # a promotion found it wrong meanwhile, or its file was removed
+            # A promotion found it wrong meanwhile, or its file was removed.
+            if block.dead and moving.of.direction is Direction.DEMOTE:
                 moving.causes[i] = Cause.ABSENT
                 self._counts[Cause.ABSENT] += 1
         self._notice(Ended(moving.of.id, [cause for cause in moving.causes if cause is not None]))
-        for _, block in moving.holds:
+        # The first block of a prefix is of use without the later ones, never the other way round: it goes last.
+        for _, block in sorted(moving.holds, key=itemgetter(0), reverse=True):
             self._index.unpin(block)
 
     # What the threads did
@@ -348,7 +351,7 @@ class DiskTier(Tier):
         if moving.of.direction is Direction.PROMOTE:
             if cause in (Cause.CHECKSUM, Cause.FOREIGN, Cause.SHORT):
                 self._index.remove(job.block)
-            self._index.unpin(job.block)
+            moving.holds.append((job.index, job.block))
             self._counts["loaded"] += cause is Cause.OK
             self._end(moving, job.index, cause)
         elif cause is Cause.OK:
@@ -392,7 +395,7 @@ class DiskTier(Tier):
             for wanted in _split(waiting, transfers):
                 self._end_write(*wanted, Cause.CANCELLED)
         for read in self._reads.take_back(lambda job: job.transfer in transfers):
-            self._index.unpin(read.block)
+            self._transfers[read.transfer].holds.append((read.index, read.block))
             self._end(self._transfers[read.transfer], read.index, Cause.CANCELLED)
         for write in self._writes.take_back(lambda job: isinstance(job, Move) and job.transfer in transfers):
             assert isinstance(write, Move)
