@@ -8,6 +8,7 @@ same for any size: the old tables are dropped one at a time by later calls.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from kvtier.core.ids import Key
 
@@ -23,9 +24,7 @@ class Index:
         return sum(map(len, self._tables))
 
     def items(self) -> Iterator[tuple[Key, int]]:
-        for table in self._tables:
-            if table:
-                yield from table.items()
+        return chain.from_iterable(map(dict.items, filter(None, self._tables)))
 
     def get(self, key: Key) -> int | None:
         return self._tables[key[0]].get(key)

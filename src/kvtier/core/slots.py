@@ -174,14 +174,15 @@ class SlotTable:
 
     def check(self) -> None:
         """Every account of this table adds up."""
-        state = self.state
-        ready = state == READY
-        assert sorted(self._free) == np.flatnonzero(state == FREE).tolist(), "free list and states differ"
-        assert not self.readers[~ready].any(), "a slot that is not ready has readers"
-        states = state.tolist()
+        states = self.state.tolist()
+        readers = self.readers.tolist()
+        free = [slot for slot, state in enumerate(states) if state == FREE]
+        assert sorted(self._free) == free, "free list and states differ"
+        for slot, (state, count) in enumerate(zip(states, readers, strict=True)):
+            assert not count or state == READY, f"slot {slot} has {count} readers in state {state}"
         for key, slot in self.index.items():
             assert self.key[slot] == key, f"index and slot {slot} disagree"
             assert states[slot] in (WRITING, READY), f"slot {slot} is visible in state {states[slot]}"
-        evictable = int(np.count_nonzero(ready & (self.readers == 0)))
+        evictable = sum(state == READY and not count for state, count in zip(states, readers, strict=True))
         assert len(self.policy) == evictable, f"policy holds {len(self.policy)} slots, {evictable} may be evicted"
-        assert self.promoted_held == int(np.count_nonzero(self.promoted)), "promoted slots miscounted"
+        assert self.promoted_held == sum(self.promoted.tolist()), "promoted slots miscounted"

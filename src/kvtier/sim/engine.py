@@ -214,6 +214,7 @@ class PlayedEngine:
             self.wake()
 
     def _schedule(self) -> None:
+        self._driver.pump(self._w.now)
         writes: list[Write] = []
         computing: list[tuple[Request, int, int]] = []
         budget = STEP_UNITS
@@ -253,6 +254,9 @@ class PlayedEngine:
             )
         upto = max(device, (tokens or 0) // UNIT)
         needed = sum(-(-upto // units) for units in self._units) + 2 * len(self._units)
+        if tokens and self._w.chance(0.1):
+            self._w.coverage["hit not admitted"] += 1
+            return False
         if needed - len(shared) > self.pool.free_count - self.pool.idle_count(block for _, block in shared):
             self._w.coverage["no room for a hit"] += 1
             if tokens and self._w.chance(0.3):

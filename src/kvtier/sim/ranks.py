@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvtier.core.ids import RequestId, TransferId
-from kvtier.engine.driver import SKIP
 from kvtier.engine.work import StepWork
 from kvtier.sim.memory import Copy, Memory
 from kvtier.sim.world import World
-from kvtier.transfer.base import RankEnd, RankTransfer, Way
+from kvtier.transfer.base import SKIP, RankEnd, RankTransfer, Way
 
 COPIES_AT_ONCE = 2
 """copies of one direction that run side by side: later ones may end before earlier ones"""

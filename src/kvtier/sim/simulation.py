@@ -56,7 +56,7 @@ class Outcome:
     failure: str = ""
     """the failing check and what it saw; empty if all is well"""
     story: tuple[str, ...] = ()
-    """of a failing seed: what happened last, then the core's last events"""
+    """what happened last, then the core's last events; empty if all is well, unless it was asked for"""
 
 
 @contextmanager
@@ -72,8 +72,10 @@ def _quiet() -> Iterator[None]:
 
 
 class Simulation:
-    def __init__(self, seed: int, core_type: type[StoreCore] = StoreCore) -> None:
+    def __init__(self, seed: int, core_type: type[StoreCore] = StoreCore, *, story: bool = False) -> None:
+        """`story`: tell what happened also if all is well."""
         self.seed = seed
+        self._tells = story
         self.world = w = World(seed)
         self._draw(core_type)
         self._verdicts: dict[str, bool] = {}
@@ -115,7 +117,7 @@ class Simulation:
         self.hosts = [
             Memory(f"row of class {c}", self.ranks_count, count, self.per_block) for c, count in enumerate(self.slots)
         ]
-        device = Memory("device block", self.ranks_count, pick((24, 32, 48)) * len(self.groups), 1)
+        device = Memory("device block", self.ranks_count, pick((28, 48, 64)) * len(self.groups), 1)
         self.shelves = {name: Shelf(pick((8, 60, 60))) for name in names}
         self.tiers: dict[str, PlayedTier] = {}
         ports = [
@@ -143,7 +145,7 @@ class Simulation:
             for prompt in self.prompts if w.chance(0.8) else ():
                 for key, words in self.engine.blocks_of(prompt):
                     if not w.fault("warm shelf lost a block", 0.03):
-                        damaged = w.fault("warm shelf damaged a block", 0.03)
+                        damaged = w.fault("warm shelf damaged a block", 0.08)
                         shelf.put(key, Cause.CHECKSUM if damaged else words)
 
     # Running it.
@@ -158,7 +160,7 @@ class Simulation:
         except Exception as error:  # noqa: BLE001 - whatever the core or the driver raises is what is looked for
             failure = f"bug: {type(error).__name__}: {error}"
         story: tuple[str, ...] = ()
-        if failure:
+        if failure or self._tells:
             story = (*self.world.trail, *self.core.story.lines()[-30:])
         self._count_coverage()
         return Outcome(self.seed, self.world.digest, self.world.coverage, failure, story)
@@ -207,7 +209,7 @@ class Simulation:
 
     def _plan_incidents(self, seconds: float) -> None:
         w = self.world
-        if w.chance(0.3):
+        if w.chance(0.4):
             w.after(w.between(0.0, seconds), self._reset)
         for name in self.shelves:
             kind = w.random.choice(("none", "none", "hang", "crash", "break down"))
