@@ -82,7 +82,7 @@ def main() -> int:
     except (ConfigError, TierBroken, OSError) as error:
         outgoing.say(OpenFailed(isinstance(error, ConfigError), str(error)))
         outgoing.flush()
-        _wait(channel, None, Deadline.after(SETUP_TIMEOUT_S))  # until the parent has read it and hangs up
+        _wait(channel, Deadline.after(SETUP_TIMEOUT_S))  # until the parent has read it and hangs up
         return 0
     outgoing.say(Opened())
     with contextlib.suppress(TierBroken):  # only the channel raises it here: the parent is gone
@@ -93,7 +93,7 @@ def main() -> int:
 def _first_message(channel: Channel) -> Setup | None:
     deadline = Deadline.after(SETUP_TIMEOUT_S)
     while not deadline.expired and not channel.closed_by_peer:
-        _wait(channel, None, deadline)
+        _wait(channel, deadline)
         for data in channel.receive():
             message = decode_to_tier(data)
             if not isinstance(message, Setup):
@@ -106,9 +106,11 @@ def _serve(channel: Channel, outgoing: _Outgoing, tier: Tier) -> None:
     """Until end of file."""
     counted = Deadline.after(0)
     said: dict[str, int] = {}
-    flushed = True
+    poll = select.poll()  # one for all rounds: a round is a good part of what a batch costs
+    poll.register(channel.fileno(), select.POLLIN)
+    poll.register(tier.fileno(), select.POLLIN)
     while not channel.closed_by_peer:
-        _wait(channel, tier, Deadline.after(COUNTS_EVERY_S), writable=not flushed)
+        poll.poll(COUNTS_EVERY_S * 1000)
         for data in channel.receive():
             _handle(decode_to_tier(data), outgoing, tier)
         _tell(outgoing, tier)
@@ -119,6 +121,7 @@ def _serve(channel: Channel, outgoing: _Outgoing, tier: Tier) -> None:
                 said = counts
             counted = Deadline.after(COUNTS_EVERY_S)
         flushed = outgoing.flush()
+        poll.modify(channel.fileno(), select.POLLIN | (0 if flushed else select.POLLOUT))
 
 
 def _handle(message: Setup | AskFor | Submit | Cancel, outgoing: _Outgoing, tier: Tier) -> None:
@@ -165,11 +168,9 @@ def _close(channel: Channel, outgoing: _Outgoing, tier: Tier) -> int:
     return 0 if report.clean else 1
 
 
-def _wait(channel: Channel, tier: Tier | None, deadline: Deadline, *, writable: bool = False) -> None:
+def _wait(channel: Channel, deadline: Deadline) -> None:
     poll = select.poll()
-    poll.register(channel.fileno(), select.POLLIN | (select.POLLOUT if writable else 0))
-    if tier is not None:
-        poll.register(tier.fileno(), select.POLLIN)
+    poll.register(channel.fileno(), select.POLLIN)
     poll.poll(deadline.left * 1000)
 
 

@@ -45,6 +45,7 @@ SEND_BUFFER_BYTES = 4 * MESSAGE_BYTES_MAX
 
 # What the kernel takes of the send buffer for itself (it refuses messages above SO_SNDBUF - 32).
 _KERNEL_BYTES = 32
+_MSG_TRUNC = int(socket.MSG_TRUNC)  # as an enum it costs more than the call
 # One `receive` returns at most this much, so that a pump stays short; what is left keeps the descriptor readable.
 RECEIVE_MESSAGES_MAX = 64
 # A close keeps at most this many unread messages of a child; more is a child that does not end but talk.
@@ -154,7 +155,7 @@ class Channel:
                 # The other end went without having read all of ours. Reported once, ahead of what it had sent.
                 continue
             # An empty message is the end of file; a cut one is from an end that breaks the rules.
-            if size == 0 or flags & socket.MSG_TRUNC:
+            if size == 0 or flags & _MSG_TRUNC:
                 self.closed_by_peer = True
             else:
                 self._unread.append(bytes(memoryview(self._buffer)[:size]))
