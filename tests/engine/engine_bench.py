@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import kvtier
 from kvtier.engine.cache import Cache
@@ -19,6 +20,9 @@ FAULT = "kvtier.testing.fault_tiers:TIER_TYPE"
 BLOCK_TOKENS = 4
 PAGE_BYTES = [4096, 1024, 512]
 ROWS = 64
+
+BOTH = [False, pytest.param(True, marks=pytest.mark.processes)]
+"""a tier in a thread, and in a process of its own"""
 
 
 class Bench:

@@ -36,6 +36,7 @@ def wedge(b: Bench, name: str) -> None:
     assert b.port(name).state is PortState.UP
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("deed", ["silent", "hang", "stop"])
 def test_a_wedged_tier_process_is_killed_within_the_deadline(bench: Open, tmp_path: Path, deed: str) -> None:
     b = bench(config(fault("far", process=True, run=deed), disk(tmp_path, process=True), close_timeout_s=1))
@@ -109,6 +110,7 @@ def test_every_tier_is_closed_once_and_the_last_error_is_the_groups_last(
     assert calls == ["a", "b", "c", "b", "c"]
 
 
+@pytest.mark.processes
 def test_tier_processes_that_raise_in_their_close_cost_no_memory(bench: Open) -> None:
     failing = [fault("b", process=True, close="raise"), fault("c", process=True, close="exit")]
     b = bench(config(fault("a", process=True), *failing))
@@ -208,6 +210,7 @@ def test_a_tier_whose_opening_hangs_is_told_and_kept(bench: Open, monkeypatch: p
     assert report.memory_kept
 
 
+@pytest.mark.processes
 def test_a_tier_process_that_never_comes_up_is_ended(bench: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtier.engine import open as opening
 
@@ -219,6 +222,7 @@ def test_a_tier_process_that_never_comes_up_is_ended(bench: Open, monkeypatch: p
     assert node(report, "far").ended in (Outcome.KILLED, Outcome.CLEAN)
 
 
+@pytest.mark.processes
 def test_a_tier_process_that_died_before_the_close_costs_nothing(bench: Open) -> None:
     b = bench(config(fault("far", process=True)))
     b.put(2)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_bench import BLOCK_TOKENS, Bench, config, disk, fault
+from engine_bench import BLOCK_TOKENS, BOTH, Bench, config, disk, fault
 
 import kvtier
 from kvtier.testing import leaks
@@ -21,6 +21,7 @@ from kvtier.tiers import disk_format
 Open = Callable[..., Bench]
 
 
+@pytest.mark.processes
 def test_ten_lines_are_enough(tmp_path: Path) -> None:
     layers = [np.random.randint(0, 256, (8, 4096), dtype=np.uint8) for _ in range(2)]
     settings = {"host": {"size": "1MiB"}, "tiers": [{"type": "disk", "path": str(tmp_path), "size": "16MiB"}]}
@@ -66,7 +67,7 @@ def test_prompts_of_another_salt_are_not_found(bench: Open) -> None:
     assert b.get(4, salt=b"one") == 4 * BLOCK_TOKENS
 
 
-@pytest.mark.parametrize("process", [False, True])
+@pytest.mark.parametrize("process", BOTH)
 def test_another_namespace_is_not_found_on_the_same_disk(bench: Open, tmp_path: Path, process: bool) -> None:
     b = bench(config(disk(tmp_path, process=process)), namespace="one")
     b.put(4)
@@ -88,7 +89,7 @@ def test_what_was_stored_before_a_reset_is_gone_in_every_tier(bench: Open, tmp_p
     b.settled()
 
 
-@pytest.mark.parametrize("process", [False, True])
+@pytest.mark.parametrize("process", BOTH)
 @pytest.mark.parametrize("per_block", [1, 2])
 def test_what_left_host_memory_comes_back_from_disk(bench: Open, tmp_path: Path, process: bool, per_block: int) -> None:
     b = bench(config(disk(tmp_path, process=process), host="512KiB"), per_block=per_block)
@@ -100,7 +101,7 @@ def test_what_left_host_memory_comes_back_from_disk(bench: Open, tmp_path: Path,
     b.settled()
 
 
-@pytest.mark.parametrize("process", [False, True])
+@pytest.mark.parametrize("process", BOTH)
 def test_a_cache_is_warm_after_it_was_opened_again(bench: Open, tmp_path: Path, process: bool) -> None:
     b = bench(config(disk(tmp_path, process=process)))
     for seed in range(3):
@@ -145,7 +146,7 @@ def test_a_wrong_value_is_named_in_one_line(wrong: dict[str, object], words: lis
     assert all(word in text for word in words), text
 
 
-@pytest.mark.parametrize("process", [False, True])
+@pytest.mark.parametrize("process", BOTH)
 def test_a_path_that_is_not_a_directory_refuses_the_start(tmp_path: Path, process: bool) -> None:
     file = tmp_path / "file"
     file.write_text("not ours")
@@ -155,7 +156,7 @@ def test_a_path_that_is_not_a_directory_refuses_the_start(tmp_path: Path, proces
     assert file.read_text() == "not ours"
 
 
-@pytest.mark.parametrize("process", [False, True])
+@pytest.mark.parametrize("process", BOTH)
 def test_a_newer_disk_format_refuses_the_start(
     tmp_path: Path, process: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +187,9 @@ def test_a_closed_cache_says_so(bench: Open) -> None:
     assert b.cache.close() is b.cache.close()
 
 
-@pytest.mark.parametrize(("tiers", "cycles"), [("host", 50), ("thread", 20), ("process", 4)])
+@pytest.mark.parametrize(
+    ("tiers", "cycles"), [("host", 50), ("thread", 20), pytest.param("process", 4, marks=pytest.mark.processes)]
+)
 def test_opening_and_closing_leaves_nothing(tmp_path: Path, tiers: str, cycles: int) -> None:
     lower = [] if tiers == "host" else [disk(tmp_path, process=tiers == "process")]
     before = None
@@ -196,13 +199,13 @@ def test_opening_and_closing_leaves_nothing(tmp_path: Path, tiers: str, cycles: 
         report = b.cache.close()
         assert report.clean, str(report)
         del b
-        gc.collect()
         if before is None:
+            gc.collect()
             before = leaks.take()  # what is made once a process is there now
     assert not leaks.find_leaks(before, grace_s=1.0)
 
 
-@pytest.mark.parametrize("process", [False, True])
+@pytest.mark.parametrize("process", BOTH)
 def test_a_dropped_cache_is_closed_once_by_its_finalizer(tmp_path: Path, process: bool) -> None:
     out = _run(
         f"""
@@ -226,7 +229,7 @@ def test_a_dropped_cache_is_closed_once_by_its_finalizer(tmp_path: Path, process
     assert "Traceback" not in out.stderr
 
 
-@pytest.mark.parametrize("process", [False, True])
+@pytest.mark.parametrize("process", BOTH)
 def test_a_cache_that_is_open_at_exit_is_closed(tmp_path: Path, process: bool) -> None:
     out = _run(
         f"""
@@ -243,6 +246,7 @@ def test_a_cache_that_is_open_at_exit_is_closed(tmp_path: Path, process: bool) -
     b.cache.close()
 
 
+@pytest.mark.processes
 def test_a_forked_child_closes_nothing_of_its_parents(bench: Open, tmp_path: Path) -> None:
     b = bench(config(disk(tmp_path, process=True)))
     b.put(4)
@@ -272,6 +276,7 @@ def test_an_interrupt_in_a_wait_leaves_no_lease(bench: Open, monkeypatch: pytest
     b.settled()
 
 
+@pytest.mark.processes
 def test_a_tier_that_cannot_be_opened_for_a_wrong_value_refuses_the_start() -> None:
     for process in (False, True):
         with pytest.raises(kvtier.ConfigError, match="open: give another bucket"):

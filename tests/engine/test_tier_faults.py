@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_bench import BLOCK_TOKENS, Bench, config, disk, eventually, fault
+from engine_bench import BLOCK_TOKENS, BOTH, Bench, config, disk, eventually, fault
 
 import kvtier
 from kvtier.engine.tier_port import PortState
@@ -78,6 +78,7 @@ def test_a_tier_in_a_thread_that_fails_comes_back(bench: Open, tmp_path: Path, p
     whole_again(b)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("point", "deed"), IN_A_PROCESS)
 def test_a_tier_process_that_fails_comes_back(bench: Open, tmp_path: Path, point: str, deed: str) -> None:
     switch = tmp_path / "on"
@@ -91,6 +92,7 @@ def test_a_tier_process_that_fails_comes_back(bench: Open, tmp_path: Path, point
     whole_again(b)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("point", "deed"), HANGS)
 def test_a_tier_process_that_hangs_is_killed_and_comes_back(
     bench: Open, tmp_path: Path, point: str, deed: str
@@ -106,7 +108,7 @@ def test_a_tier_process_that_hangs_is_killed_and_comes_back(
     whole_again(b)
 
 
-@pytest.mark.parametrize("process", [False, True])
+@pytest.mark.parametrize("process", BOTH)
 def test_a_tier_that_is_broken_at_the_start_comes_later(bench: Open, tmp_path: Path, process: bool) -> None:
     switch = tmp_path / "on"
     switch.touch()
@@ -116,7 +118,7 @@ def test_a_tier_that_is_broken_at_the_start_comes_later(bench: Open, tmp_path: P
     whole_again(b)
 
 
-@pytest.mark.parametrize("process", [False, True])
+@pytest.mark.parametrize("process", BOTH)
 def test_a_tier_that_never_comes_up_is_ended_and_tried_again(
     bench: Open, tmp_path: Path, process: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +137,7 @@ def test_a_tier_that_never_comes_up_is_ended_and_tried_again(
     whole_again(b)
 
 
-@pytest.mark.parametrize("process", [False, True])
+@pytest.mark.parametrize("process", BOTH)
 def test_a_wrong_value_that_turns_up_later_is_no_end(bench: Open, tmp_path: Path, process: bool) -> None:
     switch = tmp_path / "on"
     b = open_with(bench, fault("far", process=process, switch=switch, poll="raise", open="config_error"))
@@ -147,6 +149,7 @@ def test_a_wrong_value_that_turns_up_later_is_no_end(bench: Open, tmp_path: Path
     whole_again(b)
 
 
+@pytest.mark.processes
 def test_one_line_is_logged_an_incident(bench: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     switch = tmp_path / "on"
     b = open_with(bench, fault("far", process=True, switch=switch, open="broken", run="exit"))
@@ -164,6 +167,7 @@ def test_one_line_is_logged_an_incident(bench: Open, tmp_path: Path, caplog: pyt
     assert len(lines) == 3
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("way", ["demotions", "promotions"])
 def test_kill_9_in_the_middle_of_transfers(bench: Open, tmp_path: Path, way: str) -> None:
     b = open_with(bench, disk(tmp_path, process=True, name="far"), host="1MiB")
@@ -197,7 +201,7 @@ def test_kill_9_in_the_middle_of_transfers(bench: Open, tmp_path: Path, way: str
     assert b.cache.close().clean
 
 
-@pytest.mark.parametrize("process", [False, True])
+@pytest.mark.parametrize("process", BOTH)
 def test_an_idle_engines_last_blocks_reach_the_disk(bench: Open, tmp_path: Path, process: bool) -> None:
     b = bench(config(disk(tmp_path, process=process)))
     assert b.put(32) == 32 * BLOCK_TOKENS
@@ -205,6 +209,7 @@ def test_an_idle_engines_last_blocks_reach_the_disk(bench: Open, tmp_path: Path,
     b.settled()
 
 
+@pytest.mark.processes
 def test_a_request_given_up_while_it_waits_leaves_nothing(bench: Open, tmp_path: Path) -> None:
     b = open_with(bench, disk(tmp_path, process=True, name="far"))
     for seed in range(4):
@@ -221,6 +226,7 @@ def test_a_request_given_up_while_it_waits_leaves_nothing(bench: Open, tmp_path:
     assert b.counts("host_free_slots") >= free
 
 
+@pytest.mark.processes
 def test_the_keeper_starts_a_dead_tier_of_an_idle_engine(bench: Open, tmp_path: Path) -> None:
     b = open_with(bench, disk(tmp_path, process=True, name="far"))
     b.put(4)
@@ -233,6 +239,7 @@ def test_the_keeper_starts_a_dead_tier_of_an_idle_engine(bench: Open, tmp_path: 
     b.settled()
 
 
+@pytest.mark.processes
 def test_hooks_hold_the_lock_for_moments_only(bench: Open, tmp_path: Path) -> None:
     b = open_with(bench, disk(tmp_path, process=True, name="far"), host="2MiB")
     spent: list[float] = []
@@ -248,6 +255,7 @@ def test_hooks_hold_the_lock_for_moments_only(bench: Open, tmp_path: Path) -> No
     assert spent[len(spent) // 2] < 0.005
 
 
+@pytest.mark.processes
 def test_a_bug_in_the_core_switches_kvtier_off_and_nothing_else(
     bench: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +296,7 @@ def test_a_bug_in_the_core_switches_kvtier_off_and_nothing_else(
     assert "planted" in str(report)
 
 
+@pytest.mark.processes
 def test_the_keeper_outlives_a_bug(bench: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     b = open_with(bench, disk(tmp_path, process=True, name="far"))
 
@@ -303,6 +312,7 @@ def test_the_keeper_outlives_a_bug(bench: Open, tmp_path: Path, monkeypatch: pyt
     assert not b.cache.close().memory_kept
 
 
+@pytest.mark.processes
 def test_a_start_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
     for process in (False, True):
         with pytest.raises(kvtier.ConfigError):
