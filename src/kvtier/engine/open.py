@@ -37,8 +37,9 @@ HANDOVER_TIMEOUT_S = 60.0
 """The scheduler side is built after the ranks have registered their caches: the region is there by then, or
 its rank is still populating it (a few GiB a second)."""
 
-TIERS_START_S = 5.0
-"""How long a start waits to learn whether its tiers come up; a child needs 0.1 s, an index below 0.3 s."""
+TIERS_START_S = 20.0
+"""How long a start waits at most to learn whether its tiers come up, so that a wrong value refuses it. A child needs
+0.3 s of a core until it runs, which may be seconds where cores are short, and a warm index below 0.3 s."""
 
 
 class RegionTable(msgspec.Struct, frozen=True):
