@@ -550,6 +550,26 @@ def test_a_read_that_hangs_keeps_the_memory_until_it_has_ended(opened: Open, mon
     assert d.region.holds(0, 4, key_of(1))
 
 
+def test_close_frees_the_extents_that_a_queued_grow_would_have_removed(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = opened(payloads=(1 << 20, 256 << 10), size=Size("64MiB"), threads=1)
+    for start in range(0, 64, 16):
+        d.wait(d.submit(Direction.DEMOTE, keys_of(range(start, start + 16))))
+    before = len(os.listdir("/proc/self/fd"))
+    with held_back(monkeypatch, "pwritev") as gate:
+        running = d.submit(Direction.DEMOTE, keys_of([100]))
+        until(lambda: gate.waiting == 1)
+        waiting = d.submit(Direction.DEMOTE, keys_of([200]), size_class=1)
+        assert d.tier._writes.queued == 1, "the grow for the other size class"
+        d.tier.ask_stop()
+        gate.set()
+        assert d.close().clean
+    assert d.ended[running] == [OK]
+    assert d.ended[waiting] == [Cause.CANCELLED]
+    assert len(os.listdir("/proc/self/fd")) < before - 8, "an extent has two descriptors"
+
+
 def test_mistakes_of_the_caller_are_bugs(opened: Open) -> None:
     d = opened(rows=8)
     for keys, slots, size_class in (([b""], [0], 0), ([b"k" * 65], [0], 0), ([b"k"], [8], 0), ([b"k"], [0], 1)):

@@ -38,6 +38,9 @@ class DiskMachine(RuleBasedStateMachine):
         self.known: set[tuple[int, int]] = set()
         self.damaged: set[tuple[int, int]] = set()
         self.region = Region(PAYLOADS, ROWS)
+        self.ever_damaged: set[tuple[int, int]] = set()
+        self.doubtful: set[tuple[int, int]] = set()
+        """came back at a reopen, and was damaged once: whether that was this copy is not known"""
         self.driver: Driver | None = None
 
     @property
@@ -66,6 +69,7 @@ class DiskMachine(RuleBasedStateMachine):
                     assert NAMES[key] in self.known, "evicted what was not there"
                     self.known.discard(NAMES[key])
                     self.damaged.discard(NAMES[key])
+                    self.doubtful.discard(NAMES[key])
         self.d.log.clear()
 
     @rule(of=numbers, size_class=classes)
@@ -82,6 +86,8 @@ class DiskMachine(RuleBasedStateMachine):
         for number, cause in zip(of, causes, strict=True):
             if (size_class, number) in self.damaged:
                 assert cause in (Cause.CHECKSUM, Cause.ABSENT)
+            elif (size_class, number) in self.doubtful:
+                assert cause in (Cause.CHECKSUM, Cause.ABSENT, Cause.OK)
             else:
                 assert cause is (Cause.OK if (size_class, number) in self.known else Cause.ABSENT)
         self.follow()
@@ -113,11 +119,18 @@ class DiskMachine(RuleBasedStateMachine):
             size_class, number = whole[which % len(whole)]
             locate(self.path, key_of(number, size_class)).flip(bit % ((fmt.HEADER_BYTES + PAYLOADS[size_class]) * 8))
             self.damaged.add((size_class, number))
+            self.ever_damaged.add((size_class, number))
 
     @rule()
     def reopen(self) -> None:
+        """What was known is found again; so may be what was evicted, where nothing has taken its slot yet."""
         self.shut()
         self.open()
+        names = list(NAMES)
+        found = {NAMES[key] for key, held in zip(names, self.d.ask(names), strict=True) if held}
+        assert found >= self.known
+        self.doubtful |= (found - self.known) & self.ever_damaged
+        self.known = found
 
     def shut(self) -> None:
         assert self.d.close().clean

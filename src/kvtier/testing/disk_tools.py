@@ -50,18 +50,16 @@ class Place:
 
 
 def locate(path: Path, key: bytes) -> Place:
-    """Where the index says that the block of `key` lies."""
+    """Where the index says that the block of `key` lies: its newest record, older ones may be left of former stores."""
+    found: list[tuple[int, Place]] = []
     for index in sorted(path.glob("engine-*/*.index")):
         head, table = read_index_file(index)
         assert head is not None
         for slot in fmt.live_slots(table, head.slot_bytes).tolist():
             record = table[slot]
             if record["key"].tobytes()[: int(record["key_bytes"])] == key:
-                return Place(
-                    index.with_suffix(".rows"),
-                    slot * head.slot_bytes,
-                    slot,
-                    head.slot_bytes,
-                    record["layout"].tobytes(),
-                )
-    raise AssertionError(f"{key.hex()} is nowhere in {path}")
+                rows, layout = index.with_suffix(".rows"), record["layout"].tobytes()
+                place = Place(rows, slot * head.slot_bytes, slot, head.slot_bytes, layout)
+                found.append((int(record["stamp"]), place))
+    assert found, f"{key.hex()} is nowhere in {path}"
+    return max(found, key=lambda pair: pair[0])[1]

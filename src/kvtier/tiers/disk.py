@@ -207,6 +207,9 @@ class DiskTier(Tier):
         for worker in self._workers():
             worker.ask_stop()
         self._take_back(set(self._transfers))
+        for grow in self._writes.take_back(lambda job: isinstance(job, Grow)):
+            assert isinstance(grow, Grow)
+            self._grown(Grown(grow, None, dropped=False))
 
     def close(self, deadline: Deadline) -> CloseReport:
         if self._report is not None and self._report.clean:
@@ -279,7 +282,7 @@ class DiskTier(Tier):
             place = None
         if place is not None:
             self._writes.put(Move(of.id, i, of.size_class, of.slots[i], place))
-        elif self._index.is_growing(of.size_class):
+        elif self._index.is_growing:
             self._waiting.setdefault(of.size_class, deque()).append((moving, i))
         else:
             self._end_write(moving, i, Cause.FULL)
@@ -370,7 +373,9 @@ class DiskTier(Tier):
     def _grown(self, result: Grown) -> None:
         self._counts["grow_failures"] += result.extent is None
         self._index.grown(result.job, result.extent, time.monotonic(), dropped=result.dropped)
-        for size_class in list(self._waiting):
+        # Those it was made for come first: others could take the new extent away while it is still empty.
+        grown = result.job.slot_bytes
+        for size_class in sorted(self._waiting, key=lambda c: self._index.by_class[c].slot_bytes != grown):
             for wanted in self._waiting.pop(size_class):
                 self._place(*wanted)  # it may wait again, for the next extent
 

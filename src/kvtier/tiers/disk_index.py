@@ -134,7 +134,7 @@ class Index:
     def reserve(self, size_class: int, key: bytes, now: float) -> Block | Grow | None:
         """A slot to write `key` into; or a `Grow` to be done first; None where nothing may go.
 
-        While a grow of the same slot size runs, the answer is that there is nothing yet: ask `is_growing`.
+        None while a grow runs means nothing yet: ask again at its end.
         """
         shelf = self.by_class[size_class]
         if not shelf.roomy:
@@ -153,8 +153,10 @@ class Index:
         self._stamp += 1
         return Block(key, extent, slot, self._stamp)
 
-    def is_growing(self, size_class: int) -> bool:
-        return self.by_class[size_class].growing
+    @property
+    def is_growing(self) -> bool:
+        """Whether a grow of any slot size runs; its extent may be what another one can take its room from."""
+        return any(shelf.growing for shelf in self._shelves.values())
 
     def written(self, block: Block) -> None:
         """The slot from `reserve` holds its block, which is known from now on, and pinned once."""
@@ -175,6 +177,8 @@ class Index:
         """The end of a grow."""
         shelf = self._shelf(job.slot_bytes)
         shelf.growing = False
+        for old in job.drop:
+            old.close()  # the job may have ended, or been taken back, before it came to that
         if dropped:
             self.used_bytes -= sum(old.size_bytes for old in job.drop)
         self.used_bytes -= _reserve(job.slots, job.slot_bytes, job.drop)
