@@ -110,7 +110,7 @@ def test_an_index_removes_a_key_only_for_the_slot_it_stands_for() -> None:
     (key,) = keys("a")
     index.add([key], [1])
     index.add([key], [2])
-    assert not index.remove(key, 1)
+    assert index.remove([key], [1]) == []
     assert index.get(key) == 2
-    assert index.remove(key, 2)
-    assert not index.remove(key, 2)
+    assert index.remove([key], [2]) == [key]
+    assert index.remove([key], [2]) == []

@@ -81,14 +81,14 @@ def test_a_refusal_with_everything_leased_looks_at_nothing(monkeypatch: pytest.M
     p.stored("w", everything)
     p.lookup("r", everything)
     asked = 0
-    owned = SlotTable._owned
+    spared = SlotTable._spared
 
     def counted(self: SlotTable, slots: np.ndarray, owner: int) -> np.ndarray:
         nonlocal asked
         asked += 1
-        return owned(self, slots, owner)
+        return spared(self, slots, owner)
 
-    monkeypatch.setattr(SlotTable, "_owned", counted)
+    monkeypatch.setattr(SlotTable, "_spared", counted)
     for n in range(1000):
         assert p.core.handle(ev.Offer(0.0, f"s{n}", 0, 0, keys(f"new {n}"))) == [fx.Offered(f"s{n}", 0, 0)]
     assert asked == 0
@@ -222,3 +222,26 @@ def test_a_load_ends_when_every_rank_ended(first_ok: bool) -> None:
     p.rank_ended(load.transfer)
     assert p.take(fx.LoadEnded) == [fx.LoadEnded("r", ok=first_ok)]
     p.require_idle()
+
+
+def test_being_demoted_is_not_being_used() -> None:
+    p = Played(slots=3, tiers=["disk"])
+    p.hold(1, 2, 3)
+    for start in reversed(p.starts("demote")):
+        p.moved(start)
+    p.stored("w", keys(4))
+    assert p.held == set(keys(2, 3, 4)), "1 is the oldest, whenever its demotion ended"
+
+
+def test_what_is_loaded_while_it_is_demoted_is_recent_after_both() -> None:
+    p = Played(slots=3, tiers=["disk"])
+    p.hold(1, 2, 3)
+    started = p.starts("demote")
+    p.lookup("r", keys(1))
+    (load,) = p.load("r", 16)
+    p.ended(load.transfer)
+    p.send(ev.RequestGone, "r")
+    for start in started:
+        p.moved(start)
+    p.stored("w", keys(4))
+    assert p.held == set(keys(1, 3, 4))

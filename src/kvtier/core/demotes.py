@@ -80,16 +80,17 @@ class Demotes:
             room -= len(slots)
             self._queued[tier] -= len(slots)
             same = (table.generation[slots] == generations) & (table.state[slots] == READY)
-            self._s.counts.demotes_dropped_blocks += len(slots) - int(np.count_nonzero(same))
-            batch.append(slots[same])
-        return size_class, np.concatenate(batch)
+            kept = slots[same]
+            self._s.counts.demotes_dropped_blocks += len(slots) - len(kept)
+            batch.append(kept)
+        return size_class, batch[0] if len(batch) == 1 else np.concatenate(batch)
 
     def _start(self, tier: TierName, size_class: int, slots: Slots, now: float, out: list[Effect]) -> None:
         s = self._s
         table: SlotTable = s.tables[size_class]
         keys: list[Key] = [key for slot in slots.tolist() if (key := table.key[slot]) is not None]
         assert len(keys) == len(slots), "a ready slot has no key"
-        lease = s.leases.read(table, slots)
+        lease = s.leases.pin(table, slots)
         transfer = Transfer(s.transfers.new_id(), Kind.DEMOTE, lease, s.epoch, now, keys, tier=tier)
         s.transfers.start(transfer)
         self._out[tier] += 1

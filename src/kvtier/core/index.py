@@ -52,13 +52,18 @@ class Index:
         if self._dropped:
             self._dropped.pop()
 
-    def remove(self, key: Key, slot: int) -> bool:
-        """Remove `key` if it still stands for `slot`."""
-        table = self._tables[key[0]]
-        if table.get(key) != slot:
-            return False
-        del table[key]
-        return True
+    def remove(self, keys: Iterable[Key], slots: Iterable[int]) -> list[Key]:
+        """Remove each key that still stands for its slot; returns those."""
+        tables = self._tables
+        removed: list[Key] = []
+        for key, slot in zip(keys, slots, strict=True):
+            table = tables[key[0]]
+            found = table.pop(key, None)
+            if found == slot:
+                removed.append(key)
+            elif found is not None:
+                table[key] = found
+        return removed
 
     def clear(self) -> None:
         self._dropped.extend(table for table in self._tables if table)

@@ -17,10 +17,14 @@ from kvtier.errors import CoreBug
 class Lease:
     """`slots` of `table`, held for reading, or for writing where `writing`."""
 
-    __slots__ = ("_book", "slots", "table", "writing")
+    __slots__ = ("_book", "pinning", "slots", "table", "writing")
 
-    def __init__(self, book: Leases, table: SlotTable, slots: Slots, *, writing: bool) -> None:
+    def __init__(
+        self, book: Leases, table: SlotTable, slots: Slots, *, writing: bool = False, pinning: bool = False
+    ) -> None:
         self._book: Leases | None = book
+        self.pinning = pinning
+        """for reading, without being a use: not to be cut"""
         self.table = table
         self.slots = slots
         self.writing = writing
@@ -43,7 +47,10 @@ class Lease:
     def release(self) -> None:
         """End a lease for reading."""
         self._end(writing=False)
-        self.table.release(self.slots)
+        if self.pinning:
+            self.table.unpin(self.slots)
+        else:
+            self.table.release(self.slots)
 
     def settle(self) -> Slots:
         """End a lease for writing; the caller publishes or frees the slots at once."""
@@ -72,7 +79,12 @@ class Leases:
 
     def read(self, table: SlotTable, slots: Slots) -> Lease:
         table.lease(slots)
-        return self._add(Lease(self, table, slots, writing=False))
+        return self._add(Lease(self, table, slots))
+
+    def pin(self, table: SlotTable, slots: Slots) -> Lease:
+        """A lease for reading that leaves the order of eviction as it is."""
+        table.pin(slots)
+        return self._add(Lease(self, table, slots, pinning=True))
 
     def write(self, table: SlotTable, slots: Slots) -> Lease:
         """A lease on slots that `take` just gave."""

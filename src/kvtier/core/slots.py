@@ -35,6 +35,9 @@ class SlotTable:
         """ordinal of the request that used the slot last: its own stores do not evict it"""
         self.writer = np.zeros(capacity, np.int64)
         """the transfer that writes the slot, while it is `WRITING`"""
+        self.pinned = np.zeros(capacity, np.bool_)
+        """read by demotions alone: it keeps its place in the policy, but is not evicted"""
+        self.pinned_count = 0
         self.promoted = np.zeros(capacity, np.bool_)
         """brought from a lower tier and not loaded yet"""
         self.promoted_held = 0
@@ -49,7 +52,7 @@ class SlotTable:
     @property
     def available(self) -> int:
         """Slots that `take` could give: free ones, and those that may be evicted."""
-        return len(self._free) + len(self.policy)
+        return len(self._free) + len(self.policy) - self.pinned_count
 
     def take(self, keys: Sequence[Key], owner: int) -> tuple[Slots, list[Key]]:
         """Slots for as many of `keys` as there is room for, `WRITING`; also the keys that were evicted.
@@ -58,8 +61,8 @@ class SlotTable:
         """
         removed: list[Key] = []
         short = len(keys) - len(self._free)
-        if short > 0 and len(self.policy):
-            victims = self.policy.victims(short, lambda slots: self._owned(slots, owner))
+        if short > 0 and len(self.policy) > self.pinned_count:
+            victims = self.policy.victims(short, lambda slots: self._spared(slots, owner))
             removed = self._evict(victims)
         count = min(len(keys), len(self._free))
         if not count:
@@ -95,14 +98,36 @@ class SlotTable:
         """`WRITING` to `QUARANTINED`: not visible, and not free until the writer cannot write any more."""
         self._require(slots, WRITING, "quarantined")
         self.state[slots] = QUARANTINED
-        for slot in slots.tolist():
-            self._unindex(slot)
+        self._unindex(slots.tolist())
 
     def lease(self, slots: Slots) -> None:
         """One more reader on each; none of them can be evicted until `release`."""
         self._require(slots, READY, "leased")
         self.policy.forget(slots)
+        if self.pinned_count:
+            self.pinned_count -= int(np.count_nonzero(self.pinned[slots]))
+            self.pinned[slots] = False
         self.readers[slots] += 1
+
+    def pin(self, slots: Slots) -> None:
+        """One more reader on each, which is not a use: none can be evicted until `unpin`, all keep their place."""
+        self._require(slots, READY, "pinned")
+        readers = self.readers[slots]
+        idle = slots[readers == 0]
+        self.readers[slots] = readers + 1
+        self.pinned[idle] = True
+        self.pinned_count += len(idle)
+
+    def unpin(self, slots: Slots) -> None:
+        readers = self.readers[slots] - 1
+        self.readers[slots] = readers
+        if int(readers.min()) < 0:
+            raise CoreBug(f"slots {slots.tolist()} unpinned more often than pinned")
+        idle = slots[readers == 0]
+        placed = self.pinned[idle]
+        self.pinned[idle] = False
+        self.pinned_count -= int(np.count_nonzero(placed))
+        self.policy.touch(idle[~placed])  # leased meanwhile, and released
 
     def release(self, slots: Slots) -> None:
         """One reader less on each; those without readers are the most recently used from now on."""
@@ -119,12 +144,12 @@ class SlotTable:
     def use(self, slots: Slots, owner: int) -> None:
         """Of these ready slots, those that are not leased become the most recently used."""
         self.owner[slots] = owner
-        self.policy.touch(slots[self.readers[slots] == 0])
+        self.policy.touch(slots[(self.readers[slots] == 0) | self.pinned[slots]])
 
     def rest(self, slots: Slots, generation: Slots) -> None:
         """Of these slots, in the order of a prompt, those still idle and of that generation are recent anew."""
-        idle = (self.state[slots] == READY) & (self.readers[slots] == 0) & (self.generation[slots] == generation)
-        self.policy.touch(slots[idle])
+        idle = ((self.readers[slots] == 0) & (self.state[slots] == READY)) | self.pinned[slots]
+        self.policy.touch(slots[idle & (self.generation[slots] == generation)])
 
     def mark_promoted(self, slots: Slots) -> None:
         self.promoted[slots] = True
@@ -138,9 +163,9 @@ class SlotTable:
         """Nothing that is here is found any more; the slots are reclaimed as others need them."""
         self.index.clear()
 
-    def _owned(self, slots: Slots, owner: int) -> Mask:
-        owned: Mask = self.owner[slots] == owner
-        return owned
+    def _spared(self, slots: Slots, owner: int) -> Mask:
+        spared: Mask = self.owner[slots] == owner
+        return spared | self.pinned[slots] if self.pinned_count else spared
 
     def _require(self, slots: Slots, state: int, verb: str) -> None:
         if not bool((self.state[slots] == state).all()):
@@ -164,13 +189,16 @@ class SlotTable:
         self.owner[slots] = NO_OWNER
         freed = slots.tolist()
         self._free.extend(freed)
-        return [key for slot in freed if (key := self._unindex(slot)) is not None]
+        return self._unindex(freed)
 
-    def _unindex(self, slot: int) -> Key | None:
-        """Forget the key of a slot; returns it if it was visible until now."""
-        key = self.key[slot]
-        self.key[slot] = None
-        return key if key is not None and self.index.remove(key, slot) else None
+    def _unindex(self, slots: list[int]) -> list[Key]:
+        """Forget the keys of these slots; returns those that were visible until now."""
+        key_of = self.key
+        named = [slot for slot in slots if key_of[slot] is not None]
+        keys = [key_of[slot] for slot in named]
+        for slot in named:
+            key_of[slot] = None
+        return self.index.remove(keys, named)  # type: ignore[arg-type] # none of them is None
 
     def check(self) -> None:
         """Every account of this table adds up."""
@@ -183,6 +211,9 @@ class SlotTable:
         for key, slot in self.index.items():
             assert self.key[slot] == key, f"index and slot {slot} disagree"
             assert states[slot] in (WRITING, READY), f"slot {slot} is visible in state {states[slot]}"
-        evictable = sum(state == READY and not count for state, count in zip(states, readers, strict=True))
-        assert len(self.policy) == evictable, f"policy holds {len(self.policy)} slots, {evictable} may be evicted"
+        pinned = self.pinned.tolist()
+        assert self.pinned_count == sum(pinned), "pinned slots miscounted"
+        assert all(count for count, pin in zip(readers, pinned, strict=True) if pin), "a pinned slot has no reader"
+        idle = sum(state == READY and not count for state, count in zip(states, readers, strict=True))
+        assert len(self.policy) == idle + self.pinned_count, f"policy holds {len(self.policy)} slots, {idle} are idle"
         assert self.promoted_held == sum(self.promoted.tolist()), "promoted slots miscounted"
