@@ -5,6 +5,7 @@ KVTIER_PLAYED="RUN:TRICK RUN:TRICK ..."   what run RUN does otherwise
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import time
@@ -47,6 +48,13 @@ def finished(job: Job, run: str, tricks: list[str]) -> Finished:
     if "no-report" in tricks:
         del closed[1]
     return Finished(counts, closed)
+
+
+def start_one_more() -> None:
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    child.start()
+    print(os.getpid(), child.pid, flush=True)
+    time.sleep(600)
 
 
 if __name__ == "__main__":

@@ -148,6 +148,7 @@ def make_job(folder: Path, number: int, model: Path, prompts: list[Prompt], kvti
         prompts=prompts,
         warm_up=Prompt(fill_in(warm_up, vocab=VOCAB, tokens_max=1000), 2),
         kvtier=kvtier,
+        folder=str(folder),
         log=str(folder / f"{number}.log"),
         reports=str(folder / f"{number}.closed"),
     )

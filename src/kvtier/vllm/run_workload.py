@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -23,9 +22,12 @@ import msgspec
 from kvtier.runtime.process import Channel, born, die_with_parent
 from kvtier.vllm.workload import LOGPROBS, Finished, Job, Prompt, Served, SideClosed, Started, decode_job, encode
 
+_PARENT = "KVTIER_WORKLOAD_PARENT"
 # vLLM starts its processes afresh, with this module as `__mp_main__`; without this they outlive a killed parent.
-if __name__ == "__mp_main__" and (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
-    die_with_parent(parent.pid)
+if __name__ == "__mp_main__":
+    die_with_parent(int(os.environ[_PARENT]))
+if __name__ in ("__main__", "__mp_main__"):
+    os.environ[_PARENT] = str(os.getpid())
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -33,6 +35,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
+    # With eager mode on, what is left for torch to compile is small and costs a fresh machine a minute.
+    "TORCHDYNAMO_DISABLE": "1",
 }
 
 SHUTDOWN_S = 30.0
@@ -55,7 +59,8 @@ def main() -> None:
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
-    os.environ.update(ENVIRONMENT)
+    # vLLM's sockets and torch's caches go where they are removed, also after a kill.
+    os.environ.update(ENVIRONMENT, TMPDIR=job.folder)
     _serve(job, birth.channel)
 
 

@@ -29,6 +29,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """served first and not measured: a first request also pays for what the engine sets up on first use"""
     kvtier: dict[str, Any] | None = None
     """kvtier's configuration; None: vLLM alone"""
+    folder: str
+    """for temporary files; whoever wrote the job removes it"""
     log: str
     """file for all that the process and its children print"""
     reports: str
