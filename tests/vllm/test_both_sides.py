@@ -278,6 +278,17 @@ def test_nothing_of_before_a_reset_is_found_after_it(make: Make, preempt: bool) 
     idle(engine)
 
 
+def test_a_request_that_spans_a_reset_stores_nothing_even_if_it_had_no_full_block_yet(make: Make) -> None:
+    engine = make()
+    request = engine.add(FakeRequest("a", [1, 2, 3], skip_reading_prefix_cache=True), max_tokens=12)
+    engine.step()
+    assert request.num_computed_tokens == 3
+    engine.reset()
+    engine.run()
+    assert counts(engine)["stored_blocks"] == 0
+    idle(engine)
+
+
 def test_a_load_that_is_out_at_a_reset_is_reported_as_failed(make: Make) -> None:
     engine = make()
     tokens = prompt(1, 41)

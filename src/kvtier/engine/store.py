@@ -185,6 +185,7 @@ class Store:
             counts: dict[str, int] = {name: getattr(core.counts, name) for name in core.counts.__struct_fields__}
             counts["host_slots"] = sum(table.capacity for table in core.tables)
             counts["host_free_slots"] = sum(table.free_count for table in core.tables)
+            counts["host_available_slots"] = sum(table.available for table in core.tables)
             counts["leases_out"] = core.leases_out
             counts["transfers_out"] = core.transfers_out
             counts["requests_known"] = core.requests_known

@@ -41,6 +41,7 @@ COUNTERS = {
 GAUGES = {
     "host_slots": "Slots of host memory.",
     "host_free_slots": "Slots of host memory with no block in them.",
+    "host_available_slots": "Slots of host memory that a store could take: without a block, or with one to evict.",
     "leases_out": "Leases on slots of host memory that are out.",
     "transfers_out": "Transfers that have not ended.",
     "requests_known": "Requests that something is remembered of.",

@@ -23,7 +23,10 @@ ANSWER_S = 120.0
 
 
 class Engine:
-    """A real vLLM engine with the probe connector (or another), in a session of its own."""
+    """A real vLLM engine with the probe connector (or another), in a session of its own.
+
+    `settings` are kvtier's; None: an engine without any connector.
+    """
 
     def __init__(self, directory: Path, model: Path, settings: Any, **options: Any) -> None:
         self.directory = directory
@@ -34,7 +37,9 @@ class Engine:
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"kvtier": settings},
         }
-        options = {"model": str(model), "block_size": 32, "kv_transfer_config": transfer, **options}
+        options = {"model": str(model), "block_size": 32, **options}
+        if settings is not None:
+            options["kv_transfer_config"] = transfer
         self._temp = tempfile.mkdtemp(prefix="vllm-")
         environment = {
             **os.environ,
@@ -68,10 +73,18 @@ class Engine:
         self.started = self._read(START_S)
 
     def ask(self, do: str, **command: Any) -> Any:
+        self.begin(do, **command)
+        return self.answer()
+
+    def begin(self, do: str, **command: Any) -> None:
+        """Send a command; its answer is for `answer` to take."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **command}).encode() + b"\n")
         self._process.stdin.flush()
-        return self._read(ANSWER_S)["answer"]
+
+    def answer(self, seconds: float = ANSWER_S) -> Any:
+        """Raises RuntimeError if the engine ends or says nothing for `seconds`."""
+        return self._read(seconds)["answer"]
 
     def run(self, *prompts: tuple[int, ...], max_tokens: int = 8) -> list[dict[str, Any]]:
         answer: list[dict[str, Any]] = self.ask("generate", prompts=prompts, max_tokens=max_tokens)
@@ -83,6 +96,24 @@ class Engine:
 
     def want(self, fault: str) -> None:
         (self.directory / fault).touch()
+
+    def processes(self) -> dict[str, list[int]]:
+        """Living processes of this engine's session, by what they are: core, worker, tier, other."""
+        found: dict[str, list[int]] = {"core": [], "worker": [], "tier": [], "other": []}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                if os.getsid(int(entry.name)) != self._process.pid:
+                    continue
+                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (ProcessLookupError, FileNotFoundError):
+                continue
+            kinds = {"VLLM::EngineCore": "core", "VLLM::Worker": "worker", "kvtier.engine.tier_host": "tier"}
+            kind = next((kind for mark, kind in kinds.items() if mark in words), "other")
+            if words:  # a zombie has none
+                found[kind].append(int(entry.name))
+        return found
 
     def close(self) -> None:
         """Ask, wait, then kill the whole session, by its id."""
