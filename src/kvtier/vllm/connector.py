@@ -37,9 +37,9 @@ from kvtier.vllm.keys import Keyring
 from kvtier.vllm.ledger import Ledger
 from kvtier.vllm.metadata import RankMeta, StepMeta
 from kvtier.vllm.namespace import namespace_parts
-from kvtier.vllm.plugin import check_vllm
+from kvtier.vllm.plugin import check_vllm, log_as_vllm_does
 from kvtier.vllm.scheduler_side import SchedulerSide
-from kvtier.vllm.settings import parent_of, read_settings, recompute_failed_loads
+from kvtier.vllm.settings import check_role, parent_of, read_settings, recompute_failed_loads
 from kvtier.vllm.stats import KVTierPromMetrics, KVTierStats, Sampler
 from kvtier.vllm.worker_side import RankLike, WorkerSide
 
@@ -56,8 +56,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        log_as_vllm_does()
         check_vllm()
-        self._settings: Config = read_settings(vllm_config.kv_transfer_config)
+        check_role(vllm_config.kv_transfer_config)
+        self._settings: Config = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._plan: Plan = plan_groups(vllm_config, kv_cache_config, self._settings)
         self._parent = parent_of(self)
         self._books = Books()
@@ -115,12 +117,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # Off.
 
-    def _turn_store_off(self, error: Exception) -> None:
-        if self._opened is not None:
-            self._opened.store.turn_off(error)
+    def _turn_store_off(self, error: Exception) -> bool:
+        if self._opened is None:
+            return False
+        self._opened.store.turn_off(error)
+        return True
 
-    def _turn_worker_off(self, error: Exception) -> None:
+    def _turn_worker_off(self, error: Exception) -> bool:
         self._ledger.turn_off(repr(error))
+        return False
 
     @property
     def _s(self) -> SchedulerSide:
@@ -222,6 +227,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._guard(lambda: self._w.meta(), self._ledger.take_meta)
 
     # Both.
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No: no hook works inside the model. vLLM asks before it starts anything, so bad settings end here."""
+        read_settings(extra_config)
+        return False
 
     def get_kv_connector_stats(self) -> KVTierStats | None:
         """None on the worker side, and beside other connectors, where vLLM cannot read an unregistered class."""

@@ -16,9 +16,9 @@ _T = TypeVar("_T")
 
 
 class Guard:
-    """One side's switch. `on_off` is told of the bug, once; what it raises is logged."""
+    """One side's switch. `on_off` is told of the bug, once, and says whether it has logged it."""
 
-    def __init__(self, side: str, on_off: Callable[[Exception], None]) -> None:
+    def __init__(self, side: str, on_off: Callable[[Exception], bool]) -> None:
         self.error: Exception | None = None
         self._side = side
         self._on_off = on_off
@@ -31,11 +31,13 @@ class Guard:
         if self.error is not None:
             return
         self.error = error
-        log.error("a bug switched kvtier's %s off, the engine goes on without it", self._side, exc_info=error)
+        logged = False
         try:
-            self._on_off(error)
+            logged = self._on_off(error)
         except Exception:  # switching off must not fail for what is broken already
             log.exception("kvtier's %s: while switching off", self._side)
+        if not logged:
+            log.error("a bug switched kvtier's %s off, the engine goes on without it", self._side, exc_info=error)
 
     def __call__(self, hook: Callable[[], _T], otherwise: Callable[[], _T]) -> _T:
         """The hook's answer, or the other way's. An interrupt passes through."""

@@ -37,6 +37,15 @@ def check_vllm() -> None:
         log.warning("kvtier was tested with vLLM %s, not with %s", ", ".join(TESTED), vllm.__version__)
 
 
+def log_as_vllm_does() -> None:
+    """kvtier's lines go where vLLM's go, unless the process has set up logging for them."""
+    ours, theirs = logging.getLogger("kvtier"), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:
+        ours.handlers = list(theirs.handlers)
+        if ours.level == logging.NOTSET:
+            ours.setLevel(theirs.level)
+
+
 def register() -> None:
     """Entry point of vLLM's general plugins: the connector is found by its name alone."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

@@ -20,11 +20,9 @@ log = logging.getLogger("kvtier")
 KEY = "kvtier"
 
 
-def read_settings(kv_transfer_config: Any) -> Config:
-    """Raises ConfigError, one line."""
-    if kv_transfer_config.kv_role != "kv_both":
-        raise ConfigError(f"kv_role = {kv_transfer_config.kv_role!r}: kvtier stores and loads: set it to 'kv_both'")
-    raw = kv_transfer_config.kv_connector_extra_config.get(KEY, {})
+def read_settings(extra_config: Mapping[str, Any]) -> Config:
+    """The settings in `kv_connector_extra_config`. Raises ConfigError, one line."""
+    raw = extra_config.get(KEY, {})
     if not isinstance(raw, str | Mapping):
         raise ConfigError(f'"{KEY}" = {raw!r}: must be a table of settings or the path of a .toml or .json file')
     config = load_config(raw, tier_options=tier_options())
@@ -35,6 +33,12 @@ def read_settings(kv_transfer_config: Any) -> Config:
                 "leave it out, for a process of its own"
             )
     return config
+
+
+def check_role(kv_transfer_config: Any) -> None:
+    """Raises ConfigError."""
+    if kv_transfer_config.kv_role != "kv_both":
+        raise ConfigError(f"kv_role = {kv_transfer_config.kv_role!r}: kvtier stores and loads: set it to 'kv_both'")
 
 
 def recompute_failed_loads(vllm_config: Any, parent: Any | None) -> None:
