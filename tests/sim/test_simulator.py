@@ -13,7 +13,7 @@ from planted import PLANTED
 from kvtier.core.store import StoreCore
 from kvtier.sim.simulation import Simulation
 
-SEEDS = range(150)
+SEEDS = range(120)
 MANY_SEEDS = range(2000)
 PLANTED_SEEDS_MAX = 500
 

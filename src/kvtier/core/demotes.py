@@ -14,13 +14,13 @@ import numpy as np
 from kvtier.core.effects import Effect, StartTier
 from kvtier.core.ids import Key, TierName
 from kvtier.core.limits import DEMOTE_BATCHES_LOOKED_AT_MAX, DEMOTES_IN_FLIGHT_MAX, TIER_BATCH_BLOCKS
-from kvtier.core.policy.base import Slots
+from kvtier.core.policy.base import Generations, Slots
 from kvtier.core.slots import SlotTable
 from kvtier.core.state import State
 from kvtier.core.tables import READY
 from kvtier.core.transfers import Kind, Transfer
 
-_Entry = tuple[int, Slots, Slots]
+_Entry = tuple[int, Slots, Generations]
 """size class, slots, their generations"""
 
 

@@ -295,30 +295,55 @@ class Lookups:
             or [len(run.keys) * run.group.block_tokens for run in windows]
         )
         tokens -= tokens % align
-        while tokens > wait.device_tokens and not all(self._lease_window(run, tokens) for run in windows):
-            tokens -= align
+        if windows:
+            tokens = _last_boundary(windows, tokens, align, wait.device_tokens)
         if tokens <= wait.device_tokens:
             tokens = 0
         for run in full:
             run.lease.keep(0, max(0, tokens // run.group.block_tokens - run.first))
-        if not tokens:
-            for run in windows:
-                run.lease.keep(0, 0)
+        for run in windows:
+            self._lease_window(run, tokens)
         wait.tokens = tokens
         self._open.pop(wait.request, None)
 
-    def _lease_window(self, run: _Run, tokens: int) -> bool:
-        """Lease the last window before the boundary, if all of it is ready."""
+    def _lease_window(self, run: _Run, tokens: int) -> None:
+        """Lease just the last window before the boundary, all of which is ready."""
         run.lease.keep(0, 0)
-        assert run.group.window_blocks is not None
-        end = tokens // run.group.block_tokens
-        run.first = max(0, end - run.group.window_blocks)
-        found = run.table.index.get_all(run.keys[run.first : end])
-        slots = np.array([slot for slot in found if slot is not None], np.int64)
-        if len(slots) < end - run.first or bool((run.table.state[slots] != READY).any()):
-            return False
-        run.lease.extend(slots)
-        return True
+        run.first, end = _window(run, tokens)
+        run.lease.extend(np.array(run.table.index.run(run.keys[:end], run.first), np.int64))
+
+
+def _window(run: _Run, tokens: int) -> tuple[int, int]:
+    """The blocks that a boundary needs of a group that needs only the last ones."""
+    assert run.group.window_blocks is not None
+    end = tokens // run.group.block_tokens
+    return max(0, end - run.group.window_blocks), end
+
+
+def _last_boundary(windows: list[_Run], tokens: int, align: int, device_tokens: int) -> int:
+    """The last boundary up to `tokens` that all these groups can serve, or 0.
+
+    Usually that is the first one tried; if it is not, all are tried at once.
+    """
+    floor = device_tokens - device_tokens % align
+    for boundaries in (np.array([tokens], np.int64), np.arange(floor + align, tokens, align)):
+        served = boundaries > device_tokens
+        if not served.any():
+            continue
+        for run in windows:
+            size = run.group.block_tokens
+            assert run.group.window_blocks is not None
+            ends = boundaries // size
+            starts = np.maximum(0, ends - run.group.window_blocks)
+            first, last = int(starts[0]), int(ends[-1])
+            found = run.table.index.get_all(run.keys[first:last])
+            slots = np.array([-1 if slot is None else slot for slot in found], np.int64)
+            ready = (slots >= 0) & (run.table.state[slots] == READY)
+            ready_before = np.concatenate(([0], np.cumsum(ready)))
+            served &= ready_before[ends - first] - ready_before[starts - first] == ends - starts
+        if served.any():
+            return int(boundaries[np.flatnonzero(served)[-1]])
+    return 0
 
 
 def _batches(run: _Run, blocks: list[int]) -> list[tuple[TierName, list[int]]]:

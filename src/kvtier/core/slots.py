@@ -13,7 +13,7 @@ import numpy as np
 
 from kvtier.core.ids import Key
 from kvtier.core.index import Index
-from kvtier.core.policy.base import Mask, Policy, Slots
+from kvtier.core.policy.base import Generations, Mask, Policy, Slots
 from kvtier.core.policy.lru import LRU
 from kvtier.core.tables import FREE, QUARANTINED, READY, WRITING
 from kvtier.errors import CoreBug
@@ -30,7 +30,7 @@ class SlotTable:
         self.policy: Policy = policy if policy is not None else LRU(capacity)
         self.state = np.zeros(capacity, np.uint8)
         self.readers = np.zeros(capacity, np.int32)
-        self.generation = np.zeros(capacity, np.int64)
+        self.generation = np.zeros(capacity, np.int32)
         self.owner = np.full(capacity, NO_OWNER, np.int64)
         """ordinal of the request that used the slot last: its own stores do not evict it"""
         self.writer = np.zeros(capacity, np.int64)
@@ -146,7 +146,7 @@ class SlotTable:
         self.owner[slots] = owner
         self.policy.touch(slots[(self.readers[slots] == 0) | self.pinned[slots]])
 
-    def rest(self, slots: Slots, generation: Slots) -> None:
+    def rest(self, slots: Slots, generation: Generations) -> None:
         """Of these slots, in the order of a prompt, those still idle and of that generation are recent anew."""
         idle = ((self.readers[slots] == 0) & (self.state[slots] == READY)) | self.pinned[slots]
         self.policy.touch(slots[idle & (self.generation[slots] == generation)])

@@ -12,7 +12,7 @@ from kvtier.core.groups import CoreConfig
 from kvtier.core.ids import Key, RequestId, TierName
 from kvtier.core.leases import Leases
 from kvtier.core.limits import BAD_BLOCK_PAUSE_S, BAD_BLOCKS_MAX
-from kvtier.core.policy.base import Slots
+from kvtier.core.policy.base import Generations, Slots
 from kvtier.core.slots import SlotTable
 from kvtier.core.transfers import Transfers
 
@@ -23,7 +23,7 @@ class Prompt:
 
     owner: int
     """ordinal of the request"""
-    used: list[tuple[SlotTable, Slots, Slots]] = field(default_factory=list)
+    used: list[tuple[SlotTable, Slots, Generations]] = field(default_factory=list)
     """in the order of the prompt: slots, and their generations then"""
 
     def add(self, table: SlotTable, slots: Slots) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Slots = NDArray[np.int64]
+Generations = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 
 

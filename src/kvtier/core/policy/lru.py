@@ -59,8 +59,10 @@ class LRU:
         chunk.used += n
         self._stamp[deepest_first] = seqs
         budget = 2 * n
-        while budget > 0:
+        for _ in range(self._head, self._tail):  # at most once around
             budget -= self._sweep_one()
+            if budget <= 0:
+                break
 
     def forget(self, slots: Slots) -> None:
         self._count -= int(np.count_nonzero(self._stamp[slots] != _NONE))
