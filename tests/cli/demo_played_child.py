@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import sys
 import time
 from pathlib import Path
 
 from kvtier.runtime.process import Birth, Process, born
-from kvtier.vllm.workload import Finished, Job, Served, SideClosed, Started, decode_job, encode
+from kvtier.vllm.workload import GO, Finished, Job, Served, SideClosed, Started, decode_job, encode
 
 
 def main(birth: Birth) -> None:
@@ -22,6 +23,9 @@ def main(birth: Birth) -> None:
     Path(job.log).write_text("one line\nthe last line\n")
     if "crash" in tricks:
         sys.exit(7)
+    select.select([birth.channel], [], [])
+    if birth.channel.receive() != [GO]:
+        return
     birth.channel.send(encode(Started()))
     if "hang" in tricks:
         child = Process.start("below", "demo_played_child", args=["sleep"])

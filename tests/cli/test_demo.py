@@ -41,7 +41,7 @@ def closed_clean() -> list[SideClosed]:
 def good_runs() -> list[Run]:
     counts: list[dict[str, int]] = [{}, {"loaded_blocks": 4}, {"loaded_blocks": 9, "loaded_from_tiers_blocks": 8}]
     return [
-        Run(title, title != "alone", [served(), served()], of_title, closed_clean() if of_title else [])
+        Run(title, title != "alone", [served(), served()], of_title, closed_clean() if of_title else [], {})
         for title, of_title in zip(("alone", "cold", "warm"), counts, strict=True)
     ]
 

@@ -15,8 +15,10 @@ import importlib.util
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,10 +34,10 @@ from kvtier.replay.trace import TraceRequest, conversations, fill_in, read_trace
 from kvtier.testing.tiny_model import make_checkpoint
 from kvtier.vllm.workload import Job, Prompt, Served
 
-TITLES = ("vLLM alone", "with kvtier, cold", "with kvtier, restarted")
+TITLES = ("vLLM alone", "kvtier, cold", "kvtier, warm")
 
-# Computing a prompt of 4,000 tokens takes seconds on two cores; its KV is 32 MiB.
-LAYERS, HIDDEN, HEADS, KV_HEADS, VOCAB = 8, 512, 8, 2, 2048
+# Computing a prompt of 4,000 tokens takes seconds on two cores; its KV is 16 MiB.
+LAYERS, HIDDEN, HEADS, KV_HEADS, VOCAB = 4, 512, 8, 2, 2048
 KV_BYTES_PER_TOKEN = LAYERS * 2 * KV_HEADS * (HIDDEN // HEADS) * 4
 
 BLOCK_TOKENS = 64
@@ -46,6 +48,8 @@ DEVICE_BLOCKS = CONTEXT_TOKENS * 3 // 2 // BLOCK_TOKENS
 """room for one long prompt and a half: a conversation that waits for its next turn loses its place"""
 HOST_BYTES = 256 << 20
 DISK_BYTES_MIN = 256 << 20
+
+PHASES = ("start", "serve", "end")
 
 TRACE_REQUESTS = 16
 """of a trace, where `--requests` does not say"""
@@ -111,12 +115,19 @@ def serve_three_times(folder: Path, prompts: list[Prompt]) -> list[Run]:
         positions_max=CONTEXT_TOKENS,
     )
     settings = kvtier_settings(folder / "cache", prompts)
-    jobs = [
-        make_job(folder, number, model, prompts, kvtier) for number, kvtier in enumerate((None, settings, settings), 1)
-    ]
-    with _progress() as progress:
+    kvtiers = (None, settings, settings)
+    jobs = [make_job(folder, number, model, prompts, kvtier) for number, kvtier in enumerate(kvtiers, 1)]
+    runs: list[Run] = []
+    with _progress() as progress, ExitStack() as stack:
         tasks = [progress.add_task(title, total=None, start=False) for title in TITLES]
-        return [_serve(title, job, progress, task) for title, job, task in zip(TITLES, jobs, tasks, strict=True)]
+        # A process comes up while the one before it ends, as far as it can without an engine: nothing is measured then.
+        processes = (stack.enter_context(WorkloadProcess(job)) for job in jobs)
+        process: WorkloadProcess | None = next(processes)
+        for title, job, task in zip(TITLES, jobs, tasks, strict=True):
+            assert process is not None
+            run, process = _serve(title, job, process, processes, progress, task)
+            runs.append(run)
+    return runs
 
 
 def kvtier_settings(cache: Path, prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -154,21 +165,36 @@ def make_job(folder: Path, number: int, model: Path, prompts: list[Prompt], kvti
     )
 
 
-def _serve(title: str, job: Job, progress: Progress, task: TaskID) -> Run:
+def _serve(
+    title: str,
+    job: Job,
+    process: WorkloadProcess,
+    following: Iterator[WorkloadProcess],
+    progress: Progress,
+    task: TaskID,
+) -> tuple[Run, WorkloadProcess | None]:
+    """One run, and the process of the next one, which comes up meanwhile."""
     progress.start_task(task)
     progress.update(task, description=f"{title}: vLLM starts")
     served: list[Served] = []
-    with WorkloadProcess(job) as process:
-        process.wait_until_up()
-        progress.update(task, description=title, total=len(job.prompts))
-        while len(served) < len(job.prompts):
-            served.append(process.next_served())
-            progress.advance(task)
-        progress.update(task, description=f"{title}: vLLM ends")
-        finished = process.wait_until_finished()
+    moments = [time.monotonic()]
+    process.go()
+    process.wait_until_up()
+    moments.append(time.monotonic())
+    progress.update(task, description=title, total=len(job.prompts))
+    while len(served) < len(job.prompts):
+        served.append(process.next_served())
+        progress.advance(task)
+    moments.append(time.monotonic())
+    progress.update(task, description=f"{title}: vLLM ends")
+    upcoming = next(following, None)
+    finished = process.wait_until_finished()
+    process.close()
+    moments.append(time.monotonic())
     progress.update(task, description=title)
     progress.stop_task(task)
-    return Run(title, job.kvtier is not None, served, finished.counts, finished.closed)
+    phases = {name: end - begin for name, (begin, end) in zip(PHASES, pairwise(moments), strict=True)}
+    return Run(title, job.kvtier is not None, served, finished.counts, finished.closed, phases), upcoming
 
 
 def _progress() -> Progress:

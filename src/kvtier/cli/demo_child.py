@@ -16,7 +16,7 @@ import msgspec
 from kvtier.errors import TierBroken
 from kvtier.runtime.deadline import Deadline
 from kvtier.runtime.process import Process
-from kvtier.vllm.workload import Finished, Job, Message, Served, Started, decode
+from kvtier.vllm.workload import GO, Finished, Job, Message, Served, Started, decode
 
 MODULE = "kvtier.vllm.run_workload"
 
@@ -45,6 +45,10 @@ class WorkloadProcess:
         self._messages: deque[Message] = deque()
         self._process = Process.start(path.stem, MODULE, args=[str(path)])
 
+    def go(self) -> None:
+        """Start the engine; until then the process only imports it."""
+        self._process.channel.send(GO)
+
     def wait_until_up(self) -> None:
         self._next(Started, Deadline.after(START_S))
 
@@ -58,21 +62,21 @@ class WorkloadProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close(in_order=error is None)
+
+    def close(self, *, in_order: bool = True) -> None:
+        """Idempotent. What has not said its last word is ended within `STOP_EARLY_S`."""
         # A second Ctrl-C would leave processes behind; what follows is bounded.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            self._end(in_order=error is None)
+            self._process.ask_stop()
+            if not in_order:
+                self._signal_group(signal.SIGTERM)
+            if not self._process.wait(Deadline.after(STOP_S if in_order else STOP_EARLY_S)):
+                self._signal_group(signal.SIGKILL)
+            self._process.close(Deadline.after(STOP_S))
         finally:
             signal.signal(signal.SIGINT, before)
-
-    def _end(self, *, in_order: bool) -> None:
-        process = self._process
-        process.ask_stop()
-        if not in_order:
-            self._signal_group(signal.SIGTERM)
-        if not process.wait(Deadline.after(STOP_S if in_order else STOP_EARLY_S)):
-            self._signal_group(signal.SIGKILL)
-        process.close(Deadline.after(STOP_S))
 
     def _signal_group(self, number: signal.Signals) -> None:
         if self._process.alive:  # else its number may be another's by now

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import time
@@ -71,10 +72,13 @@ def _end_early(*_: object) -> None:
 def _serve(job: Job, channel: Channel) -> None:
     from vllm import LLM
 
+    select.select([channel], [], [])
+    if not channel.receive():
+        return
     llm = LLM(model=job.model, **job.engine, **_transfer(job))
     try:
         _generate(llm, job.warm_up)
-        before = _counts(llm) if job.kvtier is not None else {}
+        before = _counts_after_a_step(llm) if job.kvtier is not None else {}
         channel.send(encode(Started()))
         for prompt in job.prompts:
             channel.receive()

@@ -1,7 +1,8 @@
 """What a process that serves a workload is given, and what it says: shared with whoever starts it; needs no vllm.
 
 job:       Job, a file of msgpack whose path is the process's one argument
-messages:  Started, Served for each request in turn, Finished
+to it:     GO
+from it:   Started, Served for each request in turn, Finished
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from typing import Any
 import msgspec
 
 LOGPROBS = 20
+
+GO = b"go"
+"""start the engine: until it comes, a process does only what costs no other one's run anything"""
 
 
 class Prompt(msgspec.Struct, frozen=True):
