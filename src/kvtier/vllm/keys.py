@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,8 @@ class RequestKeys:
             extras = None
             if self._media or self._request.prompt_embeds is not None:
                 extras = [self._extra(first, first + unit) for first in range(done, end, unit)]
-            chain.extend(self._request.all_token_ids[done:end], extras)
+            # Four times as fast as numpy from a list.
+            chain.extend(array("I", self._request.all_token_ids[done:end]), extras)
             for number, (group, keys) in enumerate(zip(self._groups, self._keys, strict=True)):
                 keys.extend(chain.keys(number, group.block_tokens // unit, len(keys)))
         return self._keys
