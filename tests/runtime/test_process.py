@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-import kvtier
 import kvtier.runtime.process as process_module
 from kvtier.errors import Closed, ConfigError, CoreBug, Refused, TierBroken
 from kvtier.runtime.deadline import Deadline
@@ -353,11 +352,11 @@ def test_a_start_without_a_descriptor_left_leaves_no_child(monkeypatch: pytest.M
 
 
 def test_a_child_finds_the_same_kvtier_however_ours_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(kvtier, "__file__", str(tmp_path / "kvtier" / "__init__.py"))
+    monkeypatch.setattr(process_module, "__file__", str(tmp_path / "kvtier" / "runtime" / "process.py"))
     assert process_module._environment()["PYTHONPATH"] == f"{tmp_path}:{Path(__file__).parent}"
     monkeypatch.delenv("PYTHONPATH")
     assert process_module._environment()["PYTHONPATH"] == str(tmp_path)
     installed = tmp_path / "link"
     installed.symlink_to(site.getsitepackages()[0])
-    monkeypatch.setattr(kvtier, "__file__", str(installed / "kvtier" / "__init__.py"))
+    monkeypatch.setattr(process_module, "__file__", str(installed / "kvtier" / "runtime" / "process.py"))
     assert "PYTHONPATH" not in process_module._environment()  # it would come before the standard library
