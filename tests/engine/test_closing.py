@@ -205,7 +205,7 @@ def test_a_tier_whose_opening_hangs_is_told_and_kept(bench: Open, monkeypatch: p
     assert b.put(2) == b.get(2) == 2 * BLOCK_TOKENS
     began = time.monotonic()
     report = b.cache.close()
-    assert time.monotonic() - began < 0.5 + 0.2
+    assert time.monotonic() - began < 1.5
     assert node(report, "far").ended is Outcome.RUNNING
     assert report.memory_kept
 

@@ -258,7 +258,7 @@ def test_a_wedged_copy_keeps_the_memory_within_the_deadline(parts: Parts) -> Non
     rank.submit([transfer(1)])
     began = time.monotonic()
     report = rank.close(Deadline.after(0.2))
-    assert time.monotonic() - began < 0.4
+    assert time.monotonic() - began < 1.0
     assert child(report, "store").ended is Outcome.RUNNING
     assert report.memory is Memory.KEPT
     assert not parts.region.closed

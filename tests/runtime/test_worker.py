@@ -155,7 +155,7 @@ def test_a_wedged_worker_ends_its_close_at_the_deadline_and_begins_nothing_after
     worker.ask_stop(drop_queued=drop_queued)
     began = time.monotonic()
     report = worker.close(Deadline.after(0.1))
-    assert time.monotonic() - began < 0.3
+    assert time.monotonic() - began < 1.0
     assert (report.ended, report.memory) == (Outcome.RUNNING, Memory.KEPT)
     assert "2 of 2" in report.cause
     gate.go.set()
@@ -248,7 +248,7 @@ def test_a_wedged_loop_ends_its_close_at_the_deadline():
     loop = Loop("l", lambda stop: go.wait(PATIENCE_S) and None).start()
     began = time.monotonic()
     report = loop.close(Deadline.after(0.05))
-    assert time.monotonic() - began < 0.25
+    assert time.monotonic() - began < 1.0
     assert (report.ended, report.memory) == (Outcome.RUNNING, Memory.KEPT)
     go.set()
     assert loop.close(Deadline.after(PATIENCE_S)).clean

@@ -193,7 +193,7 @@ def test_a_wedged_copy_is_reported_running_within_the_deadline_and_its_queue_rel
     played.submit(1)
     began = time.monotonic()
     report = played.direction.close(Deadline.after(0.1))
-    assert time.monotonic() - began < 0.3
+    assert time.monotonic() - began < 1.0
     assert (report.ended, report.memory) == (Outcome.RUNNING, Memory.KEPT)
     assert "1 (running)" in report.cause
     assert played.queue.closes == 1

@@ -160,7 +160,7 @@ def test_a_thread_stuck_in_a_copy_is_reported_and_a_second_close_ends_it(host: H
     store = host.ways[Way.STORE]
     began = time.monotonic()
     report = store.close(Deadline.after(0.1))
-    assert time.monotonic() - began < 0.4
+    assert time.monotonic() - began < 1.0
     assert (report.ended, report.memory) == (Outcome.RUNNING, Memory.KEPT)
     host.mover.gate.set()
     assert store.close(Deadline.after(5)).clean
