@@ -14,7 +14,7 @@ from kvtier.core.store import StoreCore
 from kvtier.sim.simulation import Simulation
 
 SEEDS = range(120)
-MANY_SEEDS = range(2000)
+MANY_SEEDS = range(1000)
 PLANTED_SEEDS_MAX = 500
 
 REACHED_IN_A_FEW = (

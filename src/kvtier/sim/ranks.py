@@ -98,6 +98,8 @@ class PlayedRank:
     def _next_batch(self) -> None:
         if self._busy or not self._batches or self.stopped:
             return
+        if self.stuck and self._running.keys() & set(self._batches[0][0].work.cancels):
+            return  # the fence of a wedged device does not end: the engine stands still with it
         self._busy = True
         batch, done = self._batches.popleft()
         work = batch.work
