@@ -315,7 +315,7 @@ def test_a_failed_copy_is_recomputed_and_not_tried_again(make: Make) -> None:
     rank.poll = lambda: [RankEnd(end.id, ok=False, cause="the copy failed") for end in real()]
     engine.add(FakeRequest("b", tokens))
     until = time.monotonic() + 10
-    while not engine.loads and time.monotonic() < until:
+    while not engine.loads_failed and time.monotonic() < until:
         engine.step()
     rank.poll = real
     engine.run()
