@@ -59,7 +59,9 @@ def tells(birth: Birth) -> None:
     """Read the file that was handed over; say what else there is."""
     text = os.read(birth.fds["file"], 100)
     os.write(1, b"to standard output\n")
-    names = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3, 20) if os.path.exists(f"/proc/self/fd/{fd}")]
+    # As many as a parent may have handed over; the listing's own descriptor is gone by the time it is looked at.
+    numbers = [int(fd) for fd in os.listdir("/proc/self/fd")]
+    names = [os.readlink(f"/proc/self/fd/{fd}") for fd in numbers if fd > 2 and os.path.lexists(f"/proc/self/fd/{fd}")]
     path = sys.path[0]
     birth.channel.send(repr((text.decode(), names, sys.stdin.read(), path, os.getpgrp() == os.getpid())).encode())
 
