@@ -174,7 +174,7 @@ def open_rank(
         for way in Way:
             directions[way] = Direction(str(way), device.open_queue(way), mover.check)
         return Rank(region, mover, device, directions)
-    except Exception as e:
+    except Exception as e:  # whatever a device raises, what was made before it is released; it is raised again
         deadline = Deadline.after(CLOSE_SECONDS)
         reports = [direction.close(deadline) for direction in reversed(directions.values())]
         if isinstance(e, StillRunning) or any(report.memory_kept for report in reports):

@@ -193,7 +193,7 @@ class TierPort:
         self.state = PortState.CLOSING
         try:
             report = self._tier.close(deadline)
-        except Exception as error:
+        except Exception as error:  # one tier's failure never costs a sibling its close
             log.exception("tier %s failed to close (%s)", self.name, type(error).__name__)
             report = CloseReport(self.name, Outcome.FAILED, Memory.KEPT, cause=f"its close raised {error!r}")
             report.error, report.seconds = _without_frames(error), time.monotonic() - began
